@@ -1,0 +1,322 @@
+"""What runs? A case is one line of text with one spelling, and this module is its grammar.
+
+The single letters mirror the MoonEP contract and are used with this meaning everywhere:
+
+==== ==========================================================================
+R    ranks of the expert-parallel (EP) group
+E    experts of the whole EP group; rank ``r`` owns ``E/R`` of them, contiguously
+K    routed experts per token (top-k)
+S    tokens that each rank passes to every dispatch
+H    hidden size of a dispatched row
+I    intermediate size of an expert
+==== ==========================================================================
+
+A case is a ``+``-separated list, e.g. ``genB+R4+E8+K2+S9+hot:5+@slot_used``. Defaults are omitted when a case
+is printed, so a case has exactly one spelling: as CLI argument, as pytest id and as file name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+MAX_TOP_K = 32
+MAX_RANKS = 128
+INT32_MAX = 2**31 - 1
+MAX_ROWS = 2**24 - 1
+
+
+class CaseError(ValueError):
+    """A case that cannot run: the message names the value, the limit and the fix."""
+
+
+@dataclass(frozen=True, order=True)
+class Spec:
+    """``name:arg,arg``: the one grammar for routing, fill, model, format, scenario and fault ids."""
+
+    name: str
+    args: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name + (":" + ",".join(self.args) if self.args else "")
+
+    @classmethod
+    def parse(cls, text: str) -> Spec:
+        """Split ``name:arg,arg``; the name and the arguments are not checked here."""
+        name, colon, args = text.partition(":")
+        if not name or (colon and not args):
+            raise CaseError(f"{text!r} is not a name or name:arg,arg")
+        return cls(name, tuple(args.split(",")) if colon else ())
+
+
+@dataclass(frozen=True)
+class Word:
+    """One name of the case language: the field it fills, its arguments and what it means."""
+
+    field: str
+    usage: str
+    summary: str
+    args: tuple[Callable[[str], Any], ...] | None = ()  # None: any number of integers
+
+
+VOCABULARY: dict[str, Word] = {
+    "uniform": Word("routing", "uniform", "K distinct experts per token, all equally likely"),
+    "hot": Word("routing", "hot:EXPERT", "each token has one route to EXPERT, the others are uniform", (int,)),
+    "zipf": Word("routing", "zipf:EXPONENT", "expert popularity falls as rank**-EXPONENT", (float,)),
+    "all_remote": Word("routing", "all_remote", "no token is routed to an expert of its own rank"),
+    "table": Word("routing", "table:ID,ID,...", "R*S*K expert ids, in order of rank, token, k", None),
+    "ints": Word("fill", "fill:ints", "every sum is exact, so each wrong row is a bit difference"),
+    "real": Word("fill", "fill:real", "normal-like values, judged by derived bounds"),
+    "moe": Word("model", "moe", "routed experts with SiLU-gated FFNs, no router and no shared expert"),
+    "bf16": Word("format", "bf16", "BF16 expert weights"),
+    "base": Word("scenario", "base", "one forward pass, all undefined memory poisoned with NaN"),
+    "two_poisons": Word("scenario", "two_poisons", "two passes with different poisons must agree bit for bit"),
+    "slot_used": Word("witness", "@slot_used", "a redundant expert slot holds rows"),
+    "two_slots": Word("witness", "@two_slots", "one rank uses two slots"),
+    "duplicate": Word("witness", "@duplicate", "a token has two rows on one rank"),
+    "triple": Word("witness", "@triple", "a token has three rows on one rank"),
+    "padding": Word("witness", "@padding", "a group ends in padding rows"),
+    "empty_expert": Word("witness", "@empty_expert", "an expert receives no token"),
+    "empty_rank": Word("witness", "@empty_rank", "a rank contributes no real token"),
+    "donor_receiver": Word("witness", "@donor_receiver", "a rank gives rows away and receives others"),
+}
+
+_NUMBERS = ("R", "E", "K", "S", "H", "I", "slots", "pad", "seed")
+_REQUIRED = ("generation", "R", "E", "K", "S")
+_SPECS = ("routing", "fill", "model", "format", "scenario")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem for one subject: *what* runs, never where or on whom.
+
+    Attributes:
+        generation: API generation of MoonEP, ``"A"`` or ``"B"`` (docs/contract.md, Generations).
+        R, E, K, S, H, I: sizes, see the module docstring.
+        slots: redundant expert slots per rank, generation A only; None means ``E/R``.
+        pad: ``token_padding``, the alignment of a group in rows.
+        tokens: real tokens per rank, each at most S; the rest of S are padding tokens of route weight 0.
+            None means S everywhere.
+        routing, fill, model, format, scenario: see ``VOCABULARY``.
+        seed: varies all data of the case.
+        witnesses: events that must occur in the trace, or the verdict is vacuous.
+
+    Raises:
+        CaseError: if a value is outside its limit (contract section Limits).
+    """
+
+    generation: str
+    R: int
+    E: int
+    K: int
+    S: int
+    H: int = 128
+    I: int = 128
+    slots: int | None = None
+    pad: int = 16
+    tokens: tuple[int, ...] | None = None
+    routing: Spec = Spec("uniform")
+    fill: Spec = Spec("ints")
+    model: Spec = Spec("moe")
+    format: Spec = Spec("bf16")
+    scenario: Spec = Spec("base")
+    seed: int = 0
+    witnesses: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _set = object.__setattr__
+        for name in _SPECS:
+            _set(self, name, _normalised(getattr(self, name), name))
+        _set(self, "witnesses", tuple(sorted({_normalised(Spec(w), "witness").name for w in self.witnesses})))
+        if self.tokens == (self.S,) * self.R:
+            _set(self, "tokens", None)
+        if self.slots is not None and self.slots == self.E // max(self.R, 1):
+            _set(self, "slots", None)
+        check_geometry(self.generation, self.R, self.E, self.K, self.S, self.pad, self.slots)
+        _check_rest(self)
+
+    @property
+    def experts_per_rank(self) -> int:
+        """``E/R``."""
+        return self.E // self.R
+
+    @property
+    def portable(self) -> bool:
+        """Whether real hardware accepts the geometry (docs/contract.md, Limits)."""
+        return self.H % 128 == 0 and self.I % 128 == 0 and (self.R % 2 == 0 or self.experts_per_rank % 4 == 0)
+
+    def token_count(self, rank: int) -> int:
+        """Real tokens of ``rank``; tokens from this index on are padding."""
+        return self.S if self.tokens is None else self.tokens[rank]
+
+    def but(self, **changes: Any) -> Case:
+        """The same case with some fields changed."""
+        return replace(self, **changes)
+
+    def __str__(self) -> str:
+        parts = [f"gen{self.generation}"]
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if field.name in _REQUIRED or value != field.default:
+                parts += _printed(field.name, value)
+        return "+".join(parts)
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """Read a case line.
+
+        Raises:
+            CaseError: for a typo (the nearest word is suggested), a repeated or missing part, a bad value.
+        """
+        values: dict[str, Any] = {}
+        for token in text.strip().split("+"):
+            name, value = _read(token)
+            if name == "witnesses":
+                values[name] = (*values.get(name, ()), value)
+            elif name in values:
+                raise CaseError(f"{token!r} sets {name} a second time in {text!r}; keep one")
+            else:
+                values[name] = value
+        missing = [name for name in _REQUIRED if name not in values]
+        if missing:
+            raise CaseError(f"case {text!r} lacks {', '.join(missing)}; a case starts like 'genB+R4+E8+K2+S9'")
+        return cls(**values)
+
+
+def check_geometry(generation: str, R: int, E: int, K: int, S: int, pad: int, slots: int | None) -> None:
+    """Refuse what no MoonEP build accepts (docs/contract.md, Limits).
+
+    Raises:
+        CaseError: naming the value, the limit and the fix.
+    """
+    _require(generation in ("A", "B"), f"generation {generation!r} is not A or B")
+    _require(1 <= R <= MAX_RANKS, f"R={R} ranks: must be 1 to {MAX_RANKS}")
+    _require(E >= 1, f"E={E} experts: must be at least 1")
+    _require(
+        E % R == 0,
+        f"E={E} is not divisible by R={R}: each rank owns E/R experts; the next larger E is {-(-E // R) * R}",
+    )
+    _require(1 <= K <= MAX_TOP_K, f"K={K} experts per token: must be 1 to {MAX_TOP_K} (MoonEP's encoding limit)")
+    _require(S >= 1, f"S={S} tokens per rank: must be at least 1")
+    _require(pad >= 1, f"pad={pad} (token padding): must be at least 1; 1 means no padding")
+    _require(
+        slots is None or generation == "A", f"slots={slots}: only generation A takes a slot count, B uses E/R"
+    )
+    _require(slots is None or slots >= 1, f"slots={slots}: must be at least 1, or left out for E/R={E // R}")
+    rows = S * K + (pad - 1) * 2 * (E // R)
+    _require(
+        rows + pad <= MAX_ROWS, f"S*K plus padding is {rows} rows a rank, limit {MAX_ROWS}: lower S, K or pad"
+    )
+    _require(R * (rows + pad) <= INT32_MAX, f"R*NvS is about {R * rows}, limit {INT32_MAX}: lower R, S, K or pad")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise CaseError(message)
+
+
+def _check_rest(case: Case) -> None:
+    """The limits that need the whole case: data sizes, token counts, routing arguments."""
+    _require(case.H >= 8 and case.H % 8 == 0, f"H={case.H}: must be a multiple of 8 (16-byte rows), at least 8")
+    _require(case.I >= 1, f"I={case.I}: must be at least 1")
+    if case.tokens is not None:
+        _require(
+            len(case.tokens) == case.R,
+            f"tokens has {len(case.tokens)} values for R={case.R} ranks: give one a rank",
+        )
+        for rank, count in enumerate(case.tokens):
+            _require(
+                0 <= count <= case.S,
+                f"tokens: rank {rank} has {count}, a rank dispatches 0 to S={case.S}; raise S or lower the count",
+            )
+    name, args = case.routing.name, case.routing.args
+    if name == "zipf":
+        _require(0 <= float(args[0]) <= 100, f"zipf exponent {args[0]}: must be 0 to 100")
+    if name == "hot":
+        _check_ids([int(args[0])], case.E, "hot")
+    if name == "all_remote":
+        _require(case.R >= 2, "all_remote needs R >= 2: with one rank every expert is local")
+    if name == "table":
+        need = case.R * case.S * case.K
+        _require(
+            len(args) == need,
+            f"table has {len(args)} ids, R*S*K = {case.R}*{case.S}*{case.K} = {need} are needed",
+        )
+        _check_ids([int(arg) for arg in args], case.E, "table")
+
+
+def _check_ids(ids: Sequence[int], num_experts: int, where: str) -> None:
+    for position, expert in enumerate(ids):
+        _require(
+            0 <= expert < num_experts,
+            f"{where}: expert id {expert} at position {position} is outside 0..{num_experts - 1} "
+            f"(MoonEP has no sentinel id; give padding a legal id and weight 0)",
+        )
+
+
+def _normalised(spec: Spec, field: str) -> Spec:
+    """The one spelling of a spec, e.g. ``zipf:2`` becomes ``zipf:2.0``."""
+    word = VOCABULARY.get(spec.name)
+    if word is None or word.field != field:
+        known = [name for name, word in VOCABULARY.items() if word.field == field]
+        raise CaseError(f"unknown {field} {spec.name!r}{_suggestion(spec.name, known)}")
+    kinds: tuple[Callable[[str], Any], ...] = word.args or (int,) * len(spec.args) * (word.args is None)
+    if len(kinds) != len(spec.args) or (word.args is None and not spec.args):
+        raise CaseError(f"{str(spec)!r} has {len(spec.args)} arguments; usage: {word.usage}")
+    try:
+        return Spec(spec.name, tuple(repr(kind(arg)) for kind, arg in zip(kinds, spec.args, strict=True)))
+    except ValueError:
+        raise CaseError(f"{str(spec)!r} has an argument that is not a number; usage: {word.usage}") from None
+
+
+def _printed(name: str, value: Any) -> list[str]:
+    """The tokens that set one field."""
+    if name == "tokens":
+        return ["tokens:" + ",".join(map(str, value))]
+    if name == "witnesses":
+        return ["@" + witness for witness in value]
+    if name == "fill":
+        return [f"fill:{value}"]
+    return [str(value) if name in _SPECS else f"{name}{value}"]
+
+
+def _read(token: str) -> tuple[str, Any]:
+    """One token as (field, value)."""
+    if match := re.fullmatch(r"gen(\w+)", token):
+        return "generation", match[1]
+    if match := re.fullmatch(rf"({'|'.join(_NUMBERS)})(-?\d+)", token):
+        return match[1], int(match[2])
+    if token.startswith("@"):
+        return "witnesses", token[1:]
+    if token.startswith("tokens:"):
+        try:
+            return "tokens", tuple(int(count) for count in token[len("tokens:") :].split(","))
+        except ValueError:
+            raise CaseError(f"{token!r} is not tokens:COUNT,COUNT,... with one number a rank") from None
+    if token.startswith("fill:"):
+        return "fill", Spec.parse(token[len("fill:") :])
+    return _read_spec(token)
+
+
+def _read_spec(token: str) -> tuple[str, Spec]:
+    spec = Spec.parse(token) if token else Spec("")
+    word = VOCABULARY.get(spec.name)
+    if word is not None and word.field in _SPECS:
+        return word.field, spec
+    usages = [word.usage for word in VOCABULARY.values()]
+    numbers = [f"{name}NUMBER" for name in _NUMBERS]
+    raise CaseError(
+        f"unknown part {token!r} of a case{_suggestion(spec.name, [*usages, *numbers, 'tokens:COUNT,...'])}"
+    )
+
+
+def _suggestion(name: str, known: Sequence[str]) -> str:
+    """``; did you mean 'zipf:EXPONENT'?`` or the list of what is known."""
+    stems = {re.split(r"[:,]|NUMBER", usage)[0].lstrip("@"): usage for usage in known}
+    near = difflib.get_close_matches(name, stems, n=1, cutoff=0.5)
+    if not near:
+        near = [stem for stem in stems if stem and re.fullmatch(rf"{stem}-?\d*", name, re.IGNORECASE)]
+    return f"; did you mean {stems[near[0]]!r}?" if near else f"; known: {', '.join(known)}"

@@ -1,0 +1,158 @@
+"""Which promises are checked? A check is a small function of one step; this module registers and feeds them.
+
+A check yields what it compared. It judges one stage on the inputs that this stage was really given, so the
+first stage with a finding is the broken one. It never sees two traces and never re-derives inputs from the case.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moonep_validate.facts import Missing, Step
+from moonep_validate.trace import Trace
+from moonep_validate.verdict import STAGES, Finding, Result
+
+KINDS = ("law", "drop_in", "relation", "quality")
+_MODULES = ("plan", "dispatch", "prefetch", "experts", "combine", "layer", "relations")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One comparison: how many elements were examined, and what differed."""
+
+    examined: int
+    findings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True)
+class Check:
+    """One promise.
+
+    Attributes:
+        id: the invariant's id in docs/contract.md.
+        stage: the stage it judges, one of ``STAGES``.
+        kind: ``law`` (gates everywhere), ``drop_in`` (gates where the part promises upstream's exact
+            behaviour), ``relation`` (between two steps) or ``quality`` (measures, never a status).
+        summary: one line for tables.
+    """
+
+    id: str
+    stage: str
+    kind: str
+    summary: str
+    function: Callable[[Step], Iterator[Compared]]
+
+
+CHECKS: dict[str, Check] = {}
+
+
+def check(id: str, stage: str, kind: str = "law") -> Callable[..., Callable[[Step], Iterator[Compared]]]:
+    """Register a check; the first line of its docstring is its summary."""
+    assert stage in STAGES
+    assert kind in KINDS
+
+    def register(function: Callable[[Step], Iterator[Compared]]) -> Callable[[Step], Iterator[Compared]]:
+        assert id not in CHECKS, f"check id {id} is taken"
+        CHECKS[id] = Check(id, stage, kind, (function.__doc__ or "").splitlines()[0].rstrip("."), function)
+        return function
+
+    return register
+
+
+def run_check(check: Check, step: Step, trace: Trace) -> Result:
+    """Judge one step; a check that crashes is ``unknown``, one that examined nothing is ``vacuous``."""
+    part = trace.parts[check.stage]
+    gates = check.kind in ("law", "relation") or (check.kind == "drop_in" and part.policy == "upstream")
+    result: dict[str, Any] = {
+        "check": check.id,
+        "stage": check.stage,
+        "step": step.name,
+        "level": part.origin,
+        "gates": gates,
+    }
+    try:
+        compared = list(check.function(step))
+    except Missing as missing:
+        return Result(**result, status="not_run", reason=str(missing))
+    except Exception as error:
+        return Result(**result, status="unknown", reason=f"the checker raised {type(error).__name__}: {error}")
+    examined = sum(c.examined for c in compared)
+    findings = tuple(finding for c in compared for finding in c.findings)
+    status = "failed" if findings else "passed" if examined else "vacuous"
+    return Result(**result, status=status, examined=examined, findings=findings)
+
+
+Place = Callable[[tuple[int, ...]], Mapping[str, int]]
+
+
+def differ(what: str, expected: Any, actual: Any, place: Place, bad: Any = None) -> Compared:
+    """Compare two arrays element by element.
+
+    Args:
+        what: the thing compared, for the finding.
+        expected, actual: arrays or tensors of one shape; NaN equals NaN, and +0 equals -0.
+        place: index tuple -> named place.
+        bad: bool array that overrides ``expected != actual``, e.g. for a bound.
+
+    Returns:
+        The number of elements, and one finding for the first difference if there is any.
+    """
+    want, got = _array(expected), _array(actual)
+    if want.shape != got.shape:
+        return Compared(1, (Finding(f"shape of {what}", {}, str(want.shape), str(got.shape)),))
+    if bad is None:
+        bad = (want != got) & ~((want != want) & (got != got))
+    where = np.argwhere(_array(bad))
+    if not len(where):
+        return Compared(want.size)
+    first = tuple(int(i) for i in where[0])
+    return Compared(want.size, (Finding(what, place(first), _text(want[first]), _text(got[first]), len(where)),))
+
+
+def differ_bits(what: str, expected: Tensor, actual: Tensor, place: Place) -> Compared:
+    """Compare raw bits, so that NaN payloads and -0.0 count; values are shown beside them."""
+    compared = differ(f"{what} bits", bits(expected), bits(actual), place)
+    if not compared.findings or expected.shape != actual.shape:
+        return compared
+    finding = compared.findings[0]
+    first = tuple(torch.nonzero(bits(expected) != bits(actual))[0].tolist())
+    finding = replace(finding, expected=_bits_text(expected[first]), actual=_bits_text(actual[first]))
+    return replace(compared, findings=(finding,))
+
+
+def axes(*names: str) -> Place:
+    """Name the axes of an index tuple."""
+    return lambda index: dict(zip(names, index, strict=True))
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The raw bits as integers of the same width and shape, so that NaN payloads and -0.0 count."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def _array(value: Any) -> npt.NDArray[Any]:
+    if isinstance(value, Tensor):
+        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    array: npt.NDArray[Any] = np.asarray(value)
+    return array
+
+
+def _bits_text(value: Tensor) -> str:
+    width = value.element_size()
+    return f"{value.item():.9g} (0x{int(bits(value)) % 2 ** (8 * width):0{2 * width}x})"
+
+
+def _text(value: Any) -> str:
+    return f"{value:.9g}" if isinstance(value, np.floating) else str(value)
+
+
+for _module in _MODULES:
+    importlib.import_module(f"{__name__}.{_module}")

@@ -1,0 +1,35 @@
+"""Is every expert row right, given the rows and weights that the experts were really given?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from moonep_validate.checks import Compared, check, differ
+from moonep_validate.facts import Step
+from moonep_validate.oracle.bounds import within
+from moonep_validate.oracle.dense import grouped_rows
+from moonep_validate.problem import PROJECTIONS
+
+
+@check("P1", "experts")
+def expert_rows(s: Step) -> Iterator[Compared]:
+    """Each row equals the float64 expert on its input."""
+    exact = s.case.fill.name == "ints"
+    for rank in range(s.case.R):
+        taps = s.call("experts", rank).tensors
+        if "out" not in taps:
+            s.tap("experts", "out")
+        rows = np.flatnonzero(s.row_route[rank] >= 0)
+        index = torch.from_numpy(rows)
+        weights = [taps[f"weight_{name}"] for name in PROJECTIONS]
+        group = torch.from_numpy(s.row_group[rank, rows])
+        want, variance = grouped_rows(taps["rows"][index], group, weights, taps["row_weights"][index], exact)
+        got = taps["out"][index].double()
+
+        def place(i: tuple[int, ...]) -> dict[str, int]:
+            return {**s.row_place(rank, int(rows[i[0]])), "column": i[1]}
+
+        yield differ("expert output", want, got, place, bad=None if exact else ~within(want, got, variance))

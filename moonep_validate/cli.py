@@ -1,0 +1,318 @@
+"""The command line. It only wires: every command is a prefix of the pipeline or a loop over it.
+
+torch is imported inside the commands, so that help and usage errors come at once.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from moonep_validate import __version__
+from moonep_validate.case import Case, CaseError
+from moonep_validate.profiles import PROFILES, profile
+
+if TYPE_CHECKING:
+    from moonep_validate.engine import Job
+    from moonep_validate.report.files import OutputFolder
+    from moonep_validate.report.summary import Summary
+    from moonep_validate.trace import Trace
+    from moonep_validate.verdict import Verdict
+
+USAGE = 4
+INTERNAL = 3
+INTERRUPTED = 2
+
+app = typer.Typer(
+    name="moonep-validate",
+    help="Find out, with evidence, whether dispatch, prefetch, compute and combine of a MoonEP layer are right.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    epilog="Exit codes: 0 passed, 1 failed, 2 interrupted, 3 internal error, 4 usage, 5 nothing ran, 10 vacuous, "
+    "11 fault not exercised, 12 unknown, 13 hung, 14 error of the suite.",
+)
+_out = Console(width=None if sys.stdout.isatty() else 120)
+
+CaseOption = Annotated[list[str] | None, typer.Option("--case", help="A case line; may be repeated.")]
+FaultOption = Annotated[
+    list[str] | None, typer.Option("--fault", help="Seed a fault, e.g. slot-not-filled:rank=1.")
+]
+DeadlineOption = Annotated[float, typer.Option(min=0.1, help="Seconds a rank may run between two collectives.")]
+
+
+@app.command()
+def run(
+    case: CaseOption = None,
+    profile_name: Annotated[str, typer.Option("--profile", help=f"Case list: {', '.join(PROFILES)}.")] = "default",
+    subject: Annotated[str, typer.Option(help="What is judged.")] = "reference",
+    fault: FaultOption = None,
+    deadline: DeadlineOption = 30.0,
+    out: Annotated[Path | None, typer.Option(help="Folder for report.json and traces.")] = None,
+    keep: Annotated[str, typer.Option(help="Traces to keep in --out: failed, all or none.")] = "failed",
+    shrink_seconds: Annotated[float, typer.Option(help="Time to shrink the first failure; 0 to leave it.")] = 10.0,
+) -> None:
+    """Judge a subject on a profile, or on the cases given."""
+    cases = [Case.parse(text) for text in case] if case else profile(profile_name)
+    job = _job(subject, fault, deadline)
+    _one_of("--keep", keep, ("failed", "all", "none"))
+    folder = _folder(out) if out else None
+    from moonep_validate.engine import run_case
+
+    def record_and_judge(one: Case) -> tuple[Trace, Verdict]:
+        trace, verdict = run_case(job, one)
+        if folder and (keep == "all" or (keep == "failed" and not verdict.ok)):
+            folder.write_trace(trace)
+        return trace, verdict
+
+    title = f"profile {profile_name}" if not case else f"{len(cases)} case{'s' * (len(cases) > 1)}"
+    _finish(_judge_all(cases, record_and_judge, job, title, folder, shrink_seconds))
+
+
+@app.command()
+def check(folder: Annotated[Path, typer.Argument(help="A folder that `run --out` wrote.")]) -> None:
+    """Judge recorded traces again, without running anything."""
+    from moonep_validate.engine import Job, judge
+    from moonep_validate.report.files import load_traces
+
+    traces = {str(trace.case): trace for trace in load_traces(folder)}
+
+    def judge_recorded(one: Case) -> tuple[Trace, Verdict]:
+        return traces[str(one)], judge(traces[str(one)])
+
+    cases = [trace.case for trace in traces.values()]
+    _finish(_judge_all(cases, judge_recorded, Job(), f"recorded traces of {folder}", None, 0.0))
+
+
+@app.command()
+def shrink(
+    case: Annotated[str, typer.Option("--case", help="A failing case line.")],
+    subject: Annotated[str, typer.Option(help="What is judged.")] = "reference",
+    fault: FaultOption = None,
+    deadline: DeadlineOption = 30.0,
+    seconds: Annotated[float, typer.Option(min=1.0, help="Budget.")] = 60.0,
+) -> None:
+    """Find the smallest case that fails in the same way."""
+    job, whole = _job(subject, fault, deadline), Case.parse(case)
+    from moonep_validate.engine import run_case
+    from moonep_validate.shrink import shrink as shrink_case
+
+    verdict = run_case(job, whole)[1]
+    if verdict.first is None:
+        _out.print(
+            f"{verdict.status}: {whole} has no failing check, so there is nothing to shrink", highlight=False
+        )
+        raise typer.Exit(_exit_code(verdict))
+    with _out.status("shrinking"):
+        smallest = shrink_case(whole, lambda one: run_case(job, one)[1], seconds)
+    end = "no smaller case fails in this way" if smallest.complete else f"stopped after {seconds:g} s"
+    _out.print(f"{smallest.tried} candidates tried, {end}", highlight=False)
+    verdict = run_case(job, smallest.case)[1]
+    _out.print(verdict.diagnosis, markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(_exit_code(verdict))
+
+
+@app.command()
+def plan(
+    case: Annotated[str | None, typer.Option("--case", help="A case line.")] = None,
+    input: Annotated[Path | None, typer.Option("--input", help="JSON Lines, one routing a line.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One line of JSON per routing.")] = False,
+    hidden: Annotated[
+        int | None, typer.Option(min=1, help="Hidden size of an expert [case's H, or 3584].")
+    ] = None,
+    intermediate: Annotated[
+        int | None, typer.Option(min=1, help="Intermediate size of an expert [case's I, or 3072].")
+    ] = None,
+    weight_format: Annotated[str, typer.Option("--format", help="Weight format: bf16, fp8 or mxfp4.")] = "bf16",
+) -> None:
+    """Show what MoonEP will do with a routing."""
+    from moonep_validate.plan_input import plan_json, read_routings
+    from moonep_validate.report.terminal import show_plan
+    from moonep_validate.stats import BYTES_PER_ELEMENT, expert_bytes, plan_stats
+
+    if (case is None) == (input is None):
+        raise CaseError("plan needs either --case or --input")
+    _one_of("--format", weight_format, tuple(BYTES_PER_ELEMENT))
+    whole = Case.parse(case) if case else None
+    size = expert_bytes(
+        hidden or (whole.H if whole else 3584), intermediate or (whole.I if whole else 3072), weight_format
+    )
+    plans = (
+        [(str(whole), _case_plan(whole))]
+        if whole
+        else ((f"line {n}", p) for n, p in read_routings(_readable(input)))
+    )
+    for title, one in plans:
+        stats = plan_stats(one, size)
+        if json:
+            sys.stdout.write(plan_json(one, stats) + "\n")
+        else:
+            show_plan(_out, one, stats, title)
+
+
+@app.command()
+def bench(
+    what: Annotated[str, typer.Argument(help="core")] = "core",
+    naive: Annotated[Path | None, typer.Option(help="Naive loop planner to compare with.")] = Path(
+        "tests/self/naive_plan.py"
+    ),
+) -> None:
+    """Print speed ratios measured in one run."""
+    _one_of("bench", what, ("core",))
+    from moonep_validate.bench import core
+
+    core(_out, naive if naive and naive.is_file() else None)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    sys.stdout.write(f"moonep-validate {__version__}\n")
+
+
+def main() -> None:
+    """Entry point; maps every end to a documented exit code."""
+    try:
+        code = app(standalone_mode=False) or 0
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except (CaseError, OSError) as error:
+        code = _usage(str(error))
+    except Exception as error:
+        code = _other(error)
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def _usage(message: str) -> int:
+    Console(stderr=True).print(f"moonep-validate: {message}", markup=False, highlight=False, soft_wrap=True)
+    return USAGE
+
+
+def _other(error: Exception) -> int:
+    """Usage errors of click (typer brings its own copy, so they are known by their method), or a bug of ours."""
+    if isinstance(error, typer.Abort):
+        return INTERRUPTED
+    if hasattr(error, "format_message"):
+        return _usage(error.format_message())
+    from moonep_validate.trace import TraceError
+
+    if isinstance(error, TraceError):
+        return _usage(str(error))
+    Console(stderr=True).print_exception()
+    return INTERNAL
+
+
+def _job(subject: str, faults: list[str] | None, deadline: float) -> Job:
+    from moonep_validate.engine import make_job
+
+    return make_job(subject, faults or (), deadline)
+
+
+def _one_of(option: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        raise CaseError(f"{option} is {value!r}; known: {', '.join(known)}")
+
+
+def _folder(path: Path) -> OutputFolder:
+    from moonep_validate.report.files import OutputFolder
+
+    try:
+        return OutputFolder(path)
+    except OSError as error:
+        raise CaseError(f"--out {path} cannot be written: {error.strerror}") from None
+
+
+def _readable(path: Path | None) -> Path:
+    assert path is not None
+    if not path.is_file():
+        raise CaseError(f"--input {path} is not a file")
+    return path
+
+
+def _case_plan(case: Case) -> Any:
+    import numpy as np
+
+    from moonep_validate.contract import Layout
+    from moonep_validate.oracle.plan import make_plan
+    from moonep_validate.routing import topk_ids
+
+    return make_plan(np.stack([topk_ids(case, rank).numpy() for rank in range(case.R)]), Layout.of(case))
+
+
+def _judge_all(
+    cases: list[Case],
+    one_case: Any,
+    job: Job,
+    title: str,
+    folder: OutputFolder | None,
+    shrink_seconds: float,
+) -> Summary:
+    """Loop over cases with a live display; Ctrl-C keeps what is known."""
+    from moonep_validate.report import terminal
+    from moonep_validate.report.summary import Summary
+    from moonep_validate.subjects import SUBJECTS
+
+    subject = SUBJECTS[job.subject]
+    _out.print(f"[bold]moonep-validate {__version__}[/bold]: {title}, subject {subject.name}", highlight=False)
+    summary, start, evidence = Summary(len(cases)), time.monotonic(), False
+    try:
+        with terminal.progress_bar(_out) as progress:
+            task = progress.add_task("", total=len(cases))
+            for one in cases:
+                progress.update(task, description=str(one))
+                trace, verdict = one_case(one)
+                if not evidence:
+                    terminal.show_evidence(progress.console, trace.parts)
+                    evidence = True
+                summary.verdicts.append(verdict)
+                progress.advance(task)
+                if folder:
+                    folder.write_report(summary, job.subject)
+                if not verdict.ok:
+                    terminal.show_problem(progress.console, verdict)
+        if shrink_seconds:
+            _show_smallest(summary, job, shrink_seconds)
+    except KeyboardInterrupt:
+        summary.interrupted = True
+        if folder:
+            folder.write_report(summary, job.subject)
+    terminal.show_table(_out, summary)
+    terminal.show_verdict(_out, summary, subject.proves, subject.leaves_open, time.monotonic() - start)
+    return summary
+
+
+def _show_smallest(summary: Summary, job: Job, seconds: float) -> None:
+    """Shrink the first failure of the run, unless each attempt would wait for a deadline."""
+    from moonep_validate.engine import run_case
+    from moonep_validate.report.summary import first_failures
+    from moonep_validate.shrink import shrink as shrink_case
+
+    failures = [verdict for verdict in first_failures(summary.verdicts) if verdict.status == "failed"]
+    if not failures:
+        return
+    with _out.status("looking for the smallest failing case"):
+        smallest = shrink_case(failures[0].case, lambda one: run_case(job, one)[1], seconds)
+    command = run_case(job, smallest.case)[1].command
+    _out.print(
+        f"smallest failing case ({smallest.tried} candidates tried):\n  {command}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _exit_code(verdict: Verdict) -> int:
+    from moonep_validate.report.summary import Summary
+
+    return Summary(1, [verdict]).exit_code
+
+
+def _finish(summary: Summary) -> None:
+    raise typer.Exit(summary.exit_code)

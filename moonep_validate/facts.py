@@ -1,0 +1,160 @@
+"""What follows from the calls of one step? All ranks lined up, with derived facts that checks share.
+
+Routes have the axes ``[R, S, K]``; ranks' own things have the leading axis ``[R]``. Integers are numpy int64,
+payloads are torch tensors. A fact that needs a tap which the trace lacks raises ``Missing``: nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moonep_validate.case import Case
+from moonep_validate.contract import Bools, Ints, Layout
+from moonep_validate.trace import Call, Relation, Trace
+
+
+class Missing(LookupError):
+    """A tap that this step does not have."""
+
+
+class Step:
+    """One call group over all ranks.
+
+    Args:
+        trace: the trace.
+        name: the step.
+    """
+
+    def __init__(self, trace: Trace, name: str) -> None:
+        self.trace, self.name = trace, name
+        self.case: Case = trace.case
+        self.layout = Layout.of(trace.case)
+        self._calls: list[Mapping[str, Call]] = [
+            {call.op: call for call in calls if call.step == name} for calls in trace.calls
+        ]
+        self._load: list[Call | None] = [next((c for c in calls if c.op == "load"), None) for calls in trace.calls]
+
+    def call(self, op: str, rank: int) -> Call:
+        """One rank's call of this step."""
+        call = self._load[rank] if op == "load" else self._calls[rank].get(op)
+        if call is None:
+            raise Missing(f"rank {rank} made no {op} call in step {self.name!r}")
+        return call
+
+    def ops(self) -> list[str]:
+        """Operations that any rank called in this step."""
+        return list(dict.fromkeys(op for calls in self._calls for op in calls))
+
+    def tap(self, op: str, name: str) -> Tensor:
+        """One recorded tensor of all ranks: ``[R, ...]``.
+
+        Raises:
+            Missing: if a rank did not record it.
+        """
+        tensors = []
+        for rank in range(self.case.R):
+            call = self.call(op, rank)
+            if name not in call.tensors:
+                reason = f" ({call.error['type']}: {call.error['message']})" if call.error else ""
+                raise Missing(f"rank {rank} has no {op}.{name} in step {self.name!r}{reason}")
+            tensors.append(call.tensors[name])
+        shapes = {tuple(tensor.shape) for tensor in tensors}
+        if len(shapes) > 1:
+            raise Missing(f"{op}.{name} has different shapes on the ranks: {sorted(shapes)}")
+        return torch.stack(tensors)
+
+    def ints(self, op: str, name: str) -> Ints:
+        """An integer tap as numpy int64."""
+        return self.tap(op, name).numpy().astype(np.int64)
+
+    def relations(self) -> list[tuple[Relation, Step]]:
+        """Promises that this step makes, each with its base step."""
+        return [(r, Step(self.trace, r.base)) for r in self.trace.relations if r.step == self.name]
+
+    @cached_property
+    def topk(self) -> Ints:
+        """Expert of each route: ``[R, S, K]``."""
+        return self.ints("dispatch", "topk_ids").reshape(self.case.R, self.case.S, self.case.K)
+
+    @cached_property
+    def dst(self) -> Ints:
+        """The plan's encoded destinations: ``[R, S, K]``."""
+        return self.ints("dispatch", "dst").reshape(self.case.R, self.case.S, self.case.K)
+
+    @cached_property
+    def raw(self) -> Ints:
+        """Decoded destinations, rank * NvS + row: ``[R, S, K]``."""
+        return np.where(self.dst < 0, -self.dst - 1, self.dst)
+
+    @cached_property
+    def num_rows(self) -> int:
+        """NvS of the build, from the rows it returned (its rounding is the build's choice)."""
+        return self.tap("dispatch", "rows").shape[1]
+
+    @cached_property
+    def rank_of(self) -> Ints:
+        """Destination rank of each route: ``[R, S, K]``."""
+        return self.raw // self.num_rows
+
+    @cached_property
+    def row_of(self) -> Ints:
+        """Destination row of each route on its rank: ``[R, S, K]``."""
+        return self.raw % self.num_rows
+
+    @cached_property
+    def in_range(self) -> Bools:
+        """Whether each route's destination rank exists: bool ``[R, S, K]``."""
+        return (self.rank_of >= 0) & (self.rank_of < self.case.R)
+
+    @cached_property
+    def cu_seqlens(self) -> Ints:
+        """Inclusive padded end of each group: ``[R, G]``."""
+        return self.ints("dispatch", "cu_seqlens")
+
+    @cached_property
+    def group_expert(self) -> Ints:
+        """Expert of each group, -1 for an unused slot: ``[R, G]``."""
+        etc = self.ints("dispatch", "experts_to_copy")
+        return self.layout.group_experts(etc[np.arange(self.case.R), np.arange(self.case.R)])
+
+    @cached_property
+    def row_group(self) -> Ints:
+        """Group of each row of each rank: ``[R, NvS]``; G for rows after the last group."""
+        rows = np.arange(self.num_rows)
+        return np.stack([np.searchsorted(cu, rows, side="right") for cu in self.cu_seqlens])
+
+    @cached_property
+    def row_expert(self) -> Ints:
+        """Expert that each row of each rank is computed with: ``[R, NvS]``, -1 where none is."""
+        none = np.full((self.case.R, 1), -1)
+        return np.take_along_axis(np.concatenate([self.group_expert, none], axis=1), self.row_group, axis=1)
+
+    @cached_property
+    def row_route(self) -> Ints:
+        """Route ``(rank * S + token) * K + k`` that occupies each row: ``[R, NvS]``, -1 for none."""
+        routes = np.full((self.case.R, self.num_rows), -1)
+        inside = self.in_range
+        routes[self.rank_of[inside], self.row_of[inside]] = np.flatnonzero(inside)
+        return routes
+
+    def route_place(self, route: int) -> dict[str, int]:
+        """Where a route comes from and goes to, for findings."""
+        source, token, k = np.unravel_index(route, self.raw.shape)
+        return {
+            "rank": int(self.rank_of[source, token, k]),
+            "row": int(self.row_of[source, token, k]),
+            "source_rank": int(source),
+            "token": int(token),
+            "k": int(k),
+            "expert": int(self.topk[source, token, k]),
+        }
+
+    def row_place(self, rank: int, row: int) -> dict[str, int]:
+        """The same for a row; only rank and row where no route occupies it."""
+        route = self.row_route[rank, row]
+        return self.route_place(int(route)) if route >= 0 else {"rank": rank, "row": row}

@@ -1,0 +1,131 @@
+"""Can the suite fail? Faults are around-functions on named seams, identified by text so that they travel.
+
+A fault is written ``id`` or ``id:name=number,...``, e.g. ``slot-not-filled:rank=1``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from moonep_validate.case import CaseError, Spec
+
+_MODULES = ("dispatch", "prefetch", "combine", "life")
+SEAMS = ("buffer.dispatch", "buffer.prefetch_weight", "buffer.combine")
+
+
+@dataclass(frozen=True)
+class Next:
+    """What an around-function wraps: call it to go on.
+
+    Attributes:
+        rank: the rank it runs on.
+    """
+
+    rank: int
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped function."""
+        return self.function(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One seeded fault.
+
+    Attributes:
+        seam: where it sits, one of ``SEAMS``.
+        stage: the stage at which it must be located.
+        bugs: ids of public bugs and fault kinds that it stands for.
+        defaults: its parameters.
+    """
+
+    id: str
+    seam: str
+    stage: str
+    bugs: str
+    summary: str
+    function: Callable[..., Any]
+    defaults: dict[str, int]
+
+
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(id: str, on: str, stage: str, bugs: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register an around-function ``f(call, *args, rank=..., **kwargs)``; keyword defaults are parameters."""
+    assert on in SEAMS
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        parameters = inspect.signature(function).parameters.values()
+        defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        FAULTS[id] = Fault(id, on, stage, bugs, (function.__doc__ or "").splitlines()[0], function, defaults)
+        return function
+
+    return register
+
+
+def parse_fault(text: str) -> Spec:
+    """Read a fault id with its parameters.
+
+    Raises:
+        CaseError: for an unknown id or parameter, or a value that is no number.
+    """
+    spec = Spec.parse(text)
+    if spec.name not in FAULTS:
+        raise CaseError(f"unknown fault {spec.name!r}{_near(spec.name, FAULTS)}")
+    _parameters(spec)
+    return spec
+
+
+def _parameters(spec: Spec) -> dict[str, int]:
+    known = FAULTS[spec.name].defaults
+    values = dict(known)
+    for arg in spec.args:
+        name, equals, value = arg.partition("=")
+        if not equals or name not in known:
+            raise CaseError(f"fault {spec.name!r} has no parameter {arg!r}{_near(name, known)}")
+        if not value.lstrip("-").isdigit():
+            raise CaseError(f"fault {spec.name!r}: {name} is {value!r}, a whole number is needed")
+        values[name] = int(value)
+    return values
+
+
+def _near(name: str, known: Sequence[str] | dict[str, Any]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known) or 'none'}"
+
+
+class Seams:
+    """The seams of one rank with the faults that sit on them.
+
+    Attributes:
+        hits: how often each seam was called.
+    """
+
+    def __init__(self, faults: Sequence[Spec], rank: int) -> None:
+        self.faults, self.rank = faults, rank
+        self.hits: Counter[str] = Counter()
+
+    def around(self, seam: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` with this seam's faults around it."""
+        for spec in self.faults:
+            if FAULTS[spec.name].seam == seam:
+                function = partial(FAULTS[spec.name].function, Next(self.rank, function), **_parameters(spec))
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.hits[seam] += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+
+for _module in _MODULES:
+    importlib.import_module(f"{__name__}.{_module}")

@@ -1,0 +1,67 @@
+"""Where does random-looking data come from? From an integer hash of a name and indices, never from a stream.
+
+The same value comes out on every device, in every process and in any order of evaluation, so data is
+regenerated instead of stored, and a token keeps its values when the case around it shrinks. The mixer is the
+finaliser of SplitMix64 (Steele, Lea, Flood 2014) in 64-bit wrap-around arithmetic.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX_2 = 0x94D049BB133111EB - 2**64
+
+
+def hashed(name: str, seed: int, *indices: Tensor | int, device: torch.device | str = "cpu") -> Tensor:
+    """Hash (name, seed, indices) to int64 values.
+
+    Args:
+        name: which data this is; different names give unrelated values.
+        seed: the case's seed.
+        indices: integers or int64 tensors that broadcast together.
+        device: where integer-only index lists are evaluated.
+
+    Returns:
+        int64, of the broadcast shape of ``indices``, uniform over all 64 bits.
+    """
+    digest = hashlib.sha256(f"{name}/{seed}".encode()).digest()
+    state = torch.tensor(int.from_bytes(digest[:8], "little", signed=True), device=device)
+    for index in indices:
+        state = _mix(state + (torch.as_tensor(index, device=device) + 1) * _GOLDEN)
+    return state
+
+
+def unit(bits: Tensor) -> Tensor:
+    """Map hashes to float64 in the open interval (0, 1), shape kept."""
+    return (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
+
+
+def normal(bits: Tensor) -> Tensor:
+    """Map hashes to float32 with mean 0 and variance 1 (sum of four uniform 16-bit fields), shape kept.
+
+    Only integer sums and one float32 multiplication are used, so the result is the same on every device.
+    """
+    total = torch.stack([_shift_right(bits, 16 * field) & 0xFFFF for field in range(4)]).sum(dim=0)
+    centred: Tensor = (total - 2 * 0xFFFF).float()
+    return centred * (3.0**0.5 / 0x10000)
+
+
+def below(bits: Tensor, limit: int) -> Tensor:
+    """Map hashes to integers in ``[0, limit)``, shape kept."""
+    return _shift_right(bits, 1) % limit
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift; int64 shifts of torch are arithmetic."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1) if bits else x

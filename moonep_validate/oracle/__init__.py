@@ -1,0 +1,1 @@
+"""What should have come out? Independent answers: plan, dense layer, combine, bounds."""

@@ -1,0 +1,1 @@
+"""How is it told? Terminal text for people, JSON and trace files for machines."""

@@ -1,0 +1,94 @@
+"""What do many verdicts add up to? Counts per check, the overall status and the exit code."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from moonep_validate.checks import CHECKS
+from moonep_validate.engine import RETURNS
+from moonep_validate.verdict import EXIT_CODES, NO_CHECK, STAGES, Verdict, worst
+
+INTERRUPTED = 2
+NOTHING_RAN = 5
+
+
+@dataclass
+class Row:
+    """One check over all cases."""
+
+    stage: str
+    check: str
+    summary: str
+    examined: int = 0
+    information: bool = False
+    statuses: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def status(self) -> str:
+        """The worst status of the check."""
+        return worst(list(self.statuses))
+
+
+@dataclass
+class Summary:
+    """A run so far.
+
+    Attributes:
+        planned: cases that were to run.
+        interrupted: whether the user stopped it.
+    """
+
+    planned: int
+    verdicts: list[Verdict] = field(default_factory=list)
+    interrupted: bool = False
+
+    @property
+    def status(self) -> str:
+        """The worst status of the cases that ran."""
+        return worst([verdict.status for verdict in self.verdicts])
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Cases by status."""
+        return Counter(verdict.status for verdict in self.verdicts)
+
+    @property
+    def exit_code(self) -> int:
+        """The documented process exit code."""
+        if self.status not in ("not_run", "not_applicable", "passed"):
+            return EXIT_CODES[self.status]
+        if self.interrupted:
+            return INTERRUPTED
+        return 0 if self.counts["passed"] else NOTHING_RAN
+
+    def rows(self) -> list[Row]:
+        """One row per check that any verdict mentions, in pipeline order.
+
+        F1 judges every stage; only where it did not pass does it get a row at that stage.
+        """
+        rows: dict[tuple[int, str], Row] = {}
+        for result in (result for verdict in self.verdicts for result in verdict.results):
+            if result.check == NO_CHECK:
+                continue
+            stage = STAGES[0] if result.check == "F1" and result.status == "passed" else result.stage
+            summary = CHECKS[result.check].summary if result.check in CHECKS else RETURNS
+            row = rows.setdefault((STAGES.index(stage), result.check), Row(stage, result.check, summary))
+            row.examined += result.examined
+            row.statuses[result.status] += 1
+            row.information |= not result.gates
+        return [rows[key] for key in sorted(rows)]
+
+    def witnesses(self) -> Counter[str]:
+        """Cases in which each event occurred."""
+        return Counter(name for v in self.verdicts for name, count in v.witnesses.items() if count)
+
+
+def first_failures(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """One verdict per (status, stage, check) that went wrong, in order of appearance."""
+    seen: dict[tuple[str, ...], Verdict] = {}
+    for verdict in verdicts:
+        if first := verdict.first:
+            seen.setdefault((first.status, first.stage, first.check), verdict)
+    return list(seen.values())

@@ -1,0 +1,170 @@
+"""What is the answer? Statuses, findings, results and the verdict of one case.
+
+The verdict is the worst gating status. ``not_applicable`` and ``not_run`` are neutral; ``vacuous`` means that
+nothing was examined, or that an event which the case exists for did not occur.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from moonep_validate.case import Case
+from moonep_validate.trace import Part
+
+STAGES = ("life", "plan", "dispatch", "prefetch", "experts", "combine", "layer")
+
+#: The check id of a result that says why nothing ran.
+NO_CHECK = "-"
+
+#: From neutral to worst, each with its process exit code. pytest owns 0 to 6.
+EXIT_CODES = {
+    "not_applicable": 0,
+    "not_run": 0,
+    "passed": 0,
+    "vacuous": 10,
+    "not_exercised": 11,
+    "unknown": 12,
+    "failed": 1,
+    "hung": 13,
+    "error": 14,
+}
+_BADNESS = {status: place for place, status in enumerate(EXIT_CODES)}
+
+
+def worst(statuses: list[str]) -> str:
+    """The worst of some statuses; ``not_run`` for none."""
+    return max(statuses, key=_BADNESS.__getitem__, default="not_run")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One difference between what was promised and what was seen.
+
+    Attributes:
+        what: the thing that differs, e.g. ``rows per rank``.
+        place: where the first (or worst) difference is: rank, row, token, expert, ...
+        expected, actual: both values there, as text.
+        count: how many elements differ.
+    """
+
+    what: str
+    place: Mapping[str, int]
+    expected: str
+    actual: str
+    count: int = 1
+
+    def __str__(self) -> str:
+        where = ", ".join(f"{axis.replace('_', ' ')} {index}" for axis, index in self.place.items())
+        more = f" ({self.count} elements differ)" if self.count > 1 else ""
+        return f"{self.what}{' at ' + where if where else ''}: expected {self.expected}, got {self.actual}{more}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One check on one step.
+
+    Attributes:
+        level: origin of the part that owns the stage: ``real``, ``reference`` or ``stand-in``.
+        gates: whether it counts for the verdict; otherwise it is information.
+        reason: why it did not run, or what the checker stumbled over.
+    """
+
+    check: str
+    stage: str
+    step: str
+    status: str
+    level: str
+    examined: int = 0
+    findings: tuple[Finding, ...] = ()
+    gates: bool = True
+    reason: str = ""
+
+
+@dataclass(repr=False)
+class Verdict:
+    """The answer for one case.
+
+    Attributes:
+        results: in pipeline order.
+        witnesses: how often each known event occurred.
+        vacuous: reasons why a pass would mean nothing.
+        measures: quality figures, never a status.
+        errors: errors of the suite itself.
+        override: a status that the run adds, e.g. ``not_exercised``.
+    """
+
+    case: Case
+    parts: Mapping[str, Part]
+    results: list[Result]
+    witnesses: dict[str, int] = field(default_factory=dict)
+    vacuous: list[str] = field(default_factory=list)
+    measures: dict[str, float] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+    reproducer: str = ""
+    override: str | None = None
+
+    def __repr__(self) -> str:
+        return f"<Verdict {self.status} {self.case}>"
+
+    @property
+    def status(self) -> str:
+        """The worst gating status."""
+        statuses = [result.status for result in self.results if result.gates]
+        statuses += ["vacuous"] * bool(self.vacuous) + ["error"] * bool(self.errors)
+        return worst(statuses + ([self.override] if self.override else []))
+
+    @property
+    def ok(self) -> bool:
+        """Whether the case passed; ``vacuous``, ``unknown`` and ``not_run`` have not."""
+        return self.status == "passed"
+
+    @property
+    def level(self) -> str:
+        """The weakest origin among the parts."""
+        origins = {part.origin for part in self.parts.values()}
+        return next((origin for origin in ("stand-in", "reference", "real") if origin in origins), "none")
+
+    @property
+    def first(self) -> Result | None:
+        """The result that names the broken stage: the earliest stage that failed or hung."""
+        bad = [r for r in self.results if r.gates and r.status in ("failed", "hung", "unknown")]
+        return min(bad, key=lambda r: (STAGES.index(r.stage), -_BADNESS[r.status]), default=None)
+
+    @property
+    def command(self) -> str:
+        """The one-line command that runs this case again."""
+        return " ".join(f"moonep-validate run --case '{self.case}' {self.reproducer}".split())
+
+    @property
+    def diagnosis(self) -> str:
+        """A few lines: what is wrong, where, and how to reproduce it."""
+        lines = [f"{self.status}: {self.case}"]
+        if first := self.first:
+            lines[0] = (
+                f"{first.status} at stage {first.stage} (check {first.check}, step {first.step}): {self.case}"
+            )
+            lines += [f"  {finding}" for finding in first.findings[:4]]
+            lines += [f"  {first.reason}"] if first.reason else []
+        lines += [f"  vacuous: {reason}" for reason in self.vacuous]
+        lines += [f"  error of the suite: {error}" for error in self.errors]
+        return "\n".join([*lines, f"  reproduce: {self.command}"])
+
+    def to_json(self) -> dict[str, Any]:
+        """The verdict as JSON data."""
+        first = self.first
+        return {
+            "case": str(self.case),
+            "status": self.status,
+            "level": self.level,
+            "stage": first.stage if first else None,
+            "check": first.check if first else None,
+            "command": self.command,
+            "results": [asdict(result) for result in self.results],
+            "witnesses": self.witnesses,
+            "vacuous": self.vacuous,
+            "measures": self.measures,
+            "errors": self.errors,
+            "parts": {stage: asdict(part) for stage, part in self.parts.items()},
+        }

@@ -1,0 +1,95 @@
+"""Did the case exercise what it exists for? Events of the real trace, counted.
+
+A case that names a witness (``@slot_used``) and does not show it is vacuous. So is one in which two ranks hold
+the same payload: a row of the wrong rank would then look right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from moonep_validate.case import Case
+from moonep_validate.checks import bits
+from moonep_validate.contract import Ints
+from moonep_validate.facts import Missing, Step
+from moonep_validate.trace import Trace
+
+
+def count_witnesses(trace: Trace) -> dict[str, int]:
+    """How often each known event occurs over all steps; an event that cannot be seen counts 0."""
+    counts = dict.fromkeys(WITNESSES, 0)
+    for name in trace.steps():
+        step = Step(trace, name)
+        for witness, count in WITNESSES.items():
+            try:
+                counts[witness] += int(count(step))
+            except Missing:
+                continue
+    return counts
+
+
+def vacuous_reasons(trace: Trace, counts: dict[str, int]) -> list[str]:
+    """Why a pass of this trace would mean nothing."""
+    reasons = [
+        f"the case claims @{name}, but that event did not occur"
+        for name in trace.case.witnesses
+        if not counts[name]
+    ]
+    return reasons + _equal_payloads(trace)
+
+
+def _equal_payloads(trace: Trace) -> list[str]:
+    """Ranks whose real tokens are the same bits; ranks without tokens aside."""
+    seen: dict[tuple[str, bytes], int] = {}
+    reasons = []
+    for name in trace.steps():
+        step = Step(trace, name)
+        for rank in range(trace.case.R):
+            count = trace.case.token_count(rank)
+            try:
+                hidden = step.call("layer", rank).tensors["hidden"][:count]
+            except LookupError:
+                continue
+            if count and (other := seen.setdefault((name, bits(hidden).numpy().tobytes()), rank)) != rank:
+                reasons.append(f"ranks {other} and {rank} hold the same payload in step {name!r}")
+    return reasons
+
+
+def _rows_of_token(s: Step) -> Ints:
+    """Rows that each token has on each rank: ``[R*S, R]``."""
+    place = s.rank_of.reshape(-1, s.case.K)
+    return np.stack([(place == rank).sum(axis=1) for rank in range(s.case.R)], axis=1)
+
+
+def _slots_used(s: Step) -> Ints:
+    """Slots with rows, per rank: ``[R]``."""
+    slots = s.group_expert[:, s.layout.num_home_groups :]
+    lengths = np.diff(s.cu_seqlens, axis=1, prepend=0)[:, s.layout.num_home_groups :]
+    used: Ints = ((slots >= 0) & (lengths > 0)).sum(axis=1)
+    return used
+
+
+def _donor_receivers(s: Step) -> int:
+    """Ranks whose experts are partly computed elsewhere and that compute experts of others."""
+    home = s.layout.home(s.topk)
+    moved = home != s.rank_of
+    return len(set(home[moved]) & set(s.rank_of[moved]))
+
+
+def _empty_ranks(s: Step) -> int:
+    case: Case = s.case
+    return sum(case.token_count(rank) == 0 for rank in range(case.R))
+
+
+WITNESSES: dict[str, Callable[[Step], int]] = {
+    "slot_used": lambda s: int(_slots_used(s).sum()),
+    "two_slots": lambda s: int((_slots_used(s) >= 2).sum()),
+    "duplicate": lambda s: int((_rows_of_token(s) >= 2).sum()),
+    "triple": lambda s: int((_rows_of_token(s) >= 3).sum()),
+    "padding": lambda s: int(((s.row_group < s.layout.num_groups) & (s.row_route < 0)).sum()),
+    "empty_expert": lambda s: s.case.E - len(np.unique(s.topk)),
+    "empty_rank": _empty_ranks,
+    "donor_receiver": _donor_receivers,
+}

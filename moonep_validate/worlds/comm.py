@@ -1,0 +1,75 @@
+"""What may SPMD code ask of its world? A small set of collectives, the same in every world.
+
+The reference transport and all our scenario code talk through ``Comm`` only. Every collective names itself,
+so that ranks which disagree about what comes next are told so instead of waiting for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class CollectiveError(RuntimeError):
+    """A collective that cannot complete; raised on every rank that waits in it."""
+
+
+class PeerFailed(CollectiveError):
+    """Another rank raised: this rank stops too, but the finding is the peer's."""
+
+
+class Deadlock(CollectiveError):
+    """No rank can go on: a rank finished, or entered another collective, while others wait."""
+
+
+class Abandoned(BaseException):
+    """Raised inside a hung rank, so that Python code which it still runs ends; its call stays open."""
+
+
+class Comm(Protocol):
+    """Collectives of one rank in a group of ``size``; every rank must call them in the same order."""
+
+    rank: int
+    size: int
+
+    def exchange(self, name: str, value: T) -> list[T]:
+        """Give one value, get those of all ranks in rank order. The others are built on this one."""
+
+    def symmetric(self, name: str, shape: Sequence[int], dtype: Any) -> Tensor:
+        """Allocate ``[size, *shape]``; row ``rank`` is mine, peers' rows are mapped where the world can."""
+
+
+def barrier(comm: Comm, name: str = "barrier") -> None:
+    """Wait for all ranks."""
+    comm.exchange(name, None)
+
+
+def all_to_all(comm: Comm, name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Send ``tensors[d]`` to rank ``d``; get one tensor from each rank, in rank order."""
+    return [sent[comm.rank] for sent in comm.exchange(name, list(tensors))]
+
+
+def agree(comm: Comm, name: str, error: str | None) -> str | None:
+    """Make one rank's error everybody's: the lowest failing rank's message, or None."""
+    for rank, message in enumerate(comm.exchange(name, error)):
+        if message is not None:
+            return f"rank {rank}: {message}"
+    return None
+
+
+@dataclass
+class Outcome:
+    """How one rank ended.
+
+    Attributes:
+        error: what its function raised, or None.
+        stack: where it was when its deadline passed, or None if it ended by itself.
+    """
+
+    error: BaseException | None = None
+    stack: str | None = None

@@ -1,0 +1,167 @@
+"""How do R ranks run in one process, deterministically? As threads that pass a baton.
+
+Only the rank that holds the baton runs. It hands the baton on when it waits in a collective or ends, always
+to the next runnable rank in rank order, so two runs interleave in the same way. If no rank can run while some
+still wait, that is a deadlock, known at once and without a timer. A rank that keeps the baton longer than the
+deadline is hung: its stack is taken, the others are released, and its thread is abandoned.
+
+Code from outside this project never runs in this world.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from moonep_validate.worlds.comm import Abandoned, CollectiveError, Comm, Deadlock, Outcome, PeerFailed
+
+T = TypeVar("T")
+
+
+class _Rank:
+    """One rank's end of the baton."""
+
+    def __init__(self, baton: _Baton, rank: int, size: int) -> None:
+        self.baton, self.rank, self.size = baton, rank, size
+        self.turn = threading.Semaphore(0)
+        self.waits_in: str | None = None
+        self.calls = 0
+        self.value: Any = None
+        self.received: list[Any] | None = None
+        self.failure: type[CollectiveError] | None = None
+        self.ended = False
+        self.outcome = Outcome()
+
+    def exchange(self, name: str, value: T) -> list[T]:
+        """See ``Comm.exchange``."""
+        if self.failure:
+            raise self.failure(self.baton.diagnosis)
+        self.calls += 1
+        self.waits_in, self.value = f"{name} (collective #{self.calls})", value
+        self.baton.release()
+        self.turn.acquire()
+        self.waits_in = None
+        if self.failure:
+            raise self.failure(self.baton.diagnosis)
+        assert self.received is not None
+        return self.received
+
+    def symmetric(self, name: str, shape: Sequence[int], dtype: Any) -> Tensor:
+        """See ``Comm.symmetric``; here all ranks get the same tensor, uninitialised."""
+        mine = torch.empty((self.size, *shape), dtype=dtype) if self.rank == 0 else None
+        shared = self.exchange(f"symmetric {name}", mine)[0]
+        assert shared is not None
+        return shared
+
+
+class _Baton:
+    """Who runs next."""
+
+    def __init__(self, size: int) -> None:
+        self.ranks = [_Rank(self, rank, size) for rank in range(size)]
+        self.holder = 0
+        self.handovers = 0
+        self.diagnosis = ""
+        self.over = threading.Event()
+
+    def release(self) -> None:
+        """Hand on from the holder to the next runnable rank; complete the collective if all are in it."""
+        if all(rank.waits_in for rank in self.ranks) and len({rank.waits_in for rank in self.ranks}) == 1:
+            values = [rank.value for rank in self.ranks]
+            for rank in self.ranks:
+                rank.received, rank.waits_in = values, None
+        runnable = [r for r in self.ranks if not r.ended and not r.waits_in]
+        if not runnable:
+            runnable = self._fail_waiting()
+        if not runnable:
+            self.over.set()
+            return
+        following = [r for r in runnable if r.rank > self.holder] or runnable
+        self.holder = following[0].rank
+        self.handovers += 1
+        following[0].turn.release()
+
+    def _fail_waiting(self) -> list[_Rank]:
+        """No rank can run: tell those that wait why."""
+        waiting = [rank for rank in self.ranks if not rank.ended]
+        raised = [rank for rank in self.ranks if rank.ended and rank.outcome.error]
+        places = [
+            f"rank {r.rank} " + (f"waits in {r.waits_in}" if r.waits_in else "has ended") for r in self.ranks
+        ]
+        self.diagnosis = "; ".join(places)
+        kind: type[CollectiveError] = Deadlock
+        if raised:
+            error = raised[0].outcome.error
+            self.diagnosis = f"rank {raised[0].rank} raised {type(error).__name__}: {error}"
+            kind = PeerFailed
+        for rank in waiting:
+            rank.failure, rank.waits_in = kind, None
+        return waiting
+
+
+def run(function: Callable[[Comm], None], size: int, deadline: float) -> list[Outcome]:
+    """Run ``function`` on every rank.
+
+    Args:
+        function: the SPMD program; what it raises becomes the rank's outcome.
+        size: number of ranks.
+        deadline: seconds that a rank may keep the baton, i.e. the limit of each step between collectives.
+
+    Returns:
+        One outcome per rank. A hung rank's thread is abandoned, everything else has ended.
+    """
+    baton = _Baton(size)
+    threads = [
+        threading.Thread(target=_body, args=(rank, function), name=f"rank {rank.rank}", daemon=True)
+        for rank in baton.ranks
+    ]
+    for thread in threads:
+        thread.start()
+    baton.ranks[0].turn.release()
+    seen, since = -1, time.monotonic()
+    while not baton.over.wait(timeout=deadline / 20):
+        if baton.handovers != seen:
+            seen, since = baton.handovers, time.monotonic()
+        elif time.monotonic() - since > deadline:
+            _abandon(baton, threads)
+            break
+    return [rank.outcome for rank in baton.ranks]
+
+
+def _body(rank: _Rank, function: Callable[[Comm], None]) -> None:
+    rank.turn.acquire()
+    try:
+        if rank.failure:
+            raise rank.failure(rank.baton.diagnosis)
+        function(rank)
+    except BaseException as error:  # an exception on a rank is data, judged later
+        rank.outcome.error = error
+    rank.ended = True
+    if rank.outcome.stack is None:
+        rank.baton.release()
+
+
+def _abandon(baton: _Baton, threads: Sequence[threading.Thread]) -> None:
+    """Take the holder's stack, stop its Python code if it runs any, and release the others."""
+    stuck = baton.ranks[baton.holder]
+    thread = threads[stuck.rank]
+    assert thread.ident is not None
+    frame = sys._current_frames().get(thread.ident)
+    stuck.outcome.stack = "".join(traceback.format_stack(frame)) if frame else "(no Python frame)"
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Abandoned))
+    for rank in baton.ranks:
+        if rank is not stuck and not rank.ended:
+            rank.failure, rank.baton = PeerFailed, _Baton(0)  # nobody to hand on to
+            rank.baton.diagnosis = f"rank {stuck.rank} kept running past the deadline"
+            rank.turn.release()
+    for rank, thread in zip(baton.ranks, threads, strict=True):
+        if rank is not stuck:
+            thread.join()
