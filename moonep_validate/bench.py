@@ -43,9 +43,7 @@ def core(console: Console, naive: Path | None) -> None:
         growth = f", {seconds / sizes[tokens // 2]:.2f}x for twice the tokens" if tokens // 2 in sizes else ""
         say(f"plan R=16 E=896 K=16 S={tokens}: {seconds * 1000:.0f} ms{growth}")
     if naive is None:
-        say(
-            "naive loop: not run (its file tests/self/naive_plan.py is not here; run in a checkout, or give --naive)"
-        )
+        say("naive loop: not run (tests/self/naive_plan.py is not here: run in a checkout, or give --naive)")
     else:
         _against_naive(say, _load(naive), sizes[_LARGE.S])
     run_case(Job(), _SMALL)
@@ -63,9 +61,7 @@ def _against_naive(say: Callable[[str], None], naive_plan: Callable[[Ints, Layou
     slope, constant = np.polyfit(_NAIVE_TOKENS, measured, 1)
     whole = slope * _LARGE.S + constant
     say(f"naive loop: {', '.join(f'S={s} {t:.2f} s' for s, t in zip(_NAIVE_TOKENS, measured, strict=True))}")
-    say(
-        f"naive loop at S={_LARGE.S}, extrapolated linearly: {whole:.0f} s, {whole / fast:.0f}x the vectorised plan"
-    )
+    say(f"naive loop at S={_LARGE.S}, extrapolated linearly: {whole:.0f} s, {whole / fast:.0f}x the fast plan")
 
 
 def _routing(case: Case) -> Ints:

@@ -25,7 +25,6 @@ from typing import Any
 
 MAX_TOP_K = 32
 MAX_RANKS = 128
-INT32_MAX = 2**31 - 1
 MAX_ROWS = 2**24 - 1
 
 
@@ -206,11 +205,14 @@ def check_geometry(generation: str, R: int, E: int, K: int, S: int, pad: int, sl
         slots is None or generation == "A", f"slots={slots}: only generation A takes a slot count, B uses E/R"
     )
     _require(slots is None or slots >= 1, f"slots={slots}: must be at least 1, or left out for E/R={E // R}")
+    rows = buffer_rows(generation, R, E, K, S, pad)
+    _require(rows <= MAX_ROWS, f"NvS is {rows} rows a rank, limit {MAX_ROWS}: lower S, K or pad")
+
+
+def buffer_rows(generation: str, R: int, E: int, K: int, S: int, pad: int) -> int:
+    """``NvS``, the rows of a rank's buffer: worst padding included, in B a multiple of ``pad``."""
     rows = S * K + (pad - 1) * 2 * (E // R)
-    _require(
-        rows + pad <= MAX_ROWS, f"S*K plus padding is {rows} rows a rank, limit {MAX_ROWS}: lower S, K or pad"
-    )
-    _require(R * (rows + pad) <= INT32_MAX, f"R*NvS is about {R * rows}, limit {INT32_MAX}: lower R, S, K or pad")
+    return rows if generation == "A" else -(-rows // pad) * pad
 
 
 def _require(condition: bool, message: str) -> None:

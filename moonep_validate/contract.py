@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moonep_validate.case import Case, check_geometry
+from moonep_validate.case import Case, buffer_rows, check_geometry
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -74,9 +74,8 @@ class Layout:
 
     @property
     def num_rows(self) -> int:
-        """``NvS``, the rows of a rank's buffer: worst padding included, in B a multiple of ``pad``."""
-        rows = self.capacity + (self.pad - 1) * 2 * self.experts_per_rank
-        return rows if self.generation == "A" else -(-rows // self.pad) * self.pad
+        """``NvS``, the rows of a rank's buffer."""
+        return buffer_rows(self.generation, self.R, self.E, self.K, self.S, self.pad)
 
     def home(self, expert: Ints) -> Ints:
         """The rank that owns each expert."""

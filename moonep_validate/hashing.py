@@ -47,8 +47,8 @@ def normal(bits: Tensor) -> Tensor:
     Only integer sums and one float32 multiplication are used, so the result is the same on every device.
     """
     total = torch.stack([_shift_right(bits, 16 * field) & 0xFFFF for field in range(4)]).sum(dim=0)
-    centred: Tensor = (total - 2 * 0xFFFF).float()
-    return centred * (3.0**0.5 / 0x10000)
+    scaled: Tensor = (total - 2 * 0xFFFF).float() * (3.0**0.5 / 0x10000)
+    return scaled
 
 
 def below(bits: Tensor, limit: int) -> Tensor:

@@ -10,7 +10,6 @@ Fixtures:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -65,15 +64,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def moonep_verdict(
-    moonep_case: Case, pytestconfig: pytest.Config, record_property: Callable[[str, Any], None]
-) -> Verdict:
+def moonep_verdict(moonep_case: Case, request: pytest.FixtureRequest) -> Verdict:
     """The verdict of one case, with its evidence level and reproducer as properties of the report."""
     from moonep_validate.engine import run_case
 
-    _, verdict = run_case(_job(pytestconfig), moonep_case)
-    record_property(_LEVEL, verdict.level)
-    record_property(_COMMAND, verdict.command)
+    _, verdict = run_case(_job(request.config), moonep_case)
+    request.node.user_properties += [(_LEVEL, verdict.level), (_COMMAND, verdict.command)]
     if verdict.status == "not_run":
         pytest.skip(verdict.results[0].reason)
     return verdict

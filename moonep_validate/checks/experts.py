@@ -17,19 +17,22 @@ from moonep_validate.problem import PROJECTIONS
 @check("P1", "experts")
 def expert_rows(s: Step) -> Iterator[Compared]:
     """Each row equals the float64 expert on its input."""
-    exact = s.case.fill.name == "ints"
+    s.tap("experts", "out")  # present on every rank, or this check did not run
     for rank in range(s.case.R):
-        taps = s.call("experts", rank).tensors
-        if "out" not in taps:
-            s.tap("experts", "out")
-        rows = np.flatnonzero(s.row_route[rank] >= 0)
-        index = torch.from_numpy(rows)
-        weights = [taps[f"weight_{name}"] for name in PROJECTIONS]
-        group = torch.from_numpy(s.row_group[rank, rows])
-        want, variance = grouped_rows(taps["rows"][index], group, weights, taps["row_weights"][index], exact)
-        got = taps["out"][index].double()
+        yield _rank_rows(s, rank)
 
-        def place(i: tuple[int, ...]) -> dict[str, int]:
-            return {**s.row_place(rank, int(rows[i[0]])), "column": i[1]}
 
-        yield differ("expert output", want, got, place, bad=None if exact else ~within(want, got, variance))
+def _rank_rows(s: Step, rank: int) -> Compared:
+    exact = s.case.fill.name == "ints"
+    taps = s.call("experts", rank).tensors
+    rows = np.flatnonzero(s.row_route[rank] >= 0)
+    index = torch.from_numpy(rows)
+    group = torch.from_numpy(s.row_group[rank, rows])
+    weights = [taps[f"weight_{name}"] for name in PROJECTIONS]
+    want, variance = grouped_rows(taps["rows"][index], group, weights, taps["row_weights"][index], exact)
+    got = taps["out"][index].double()
+
+    def place(i: tuple[int, ...]) -> dict[str, int]:
+        return {**s.row_place(rank, int(rows[i[0]])), "column": i[1]}
+
+    return differ("expert output", want, got, place, bad=None if exact else ~within(want, got, variance))

@@ -7,6 +7,7 @@ combine are as the contract says. Where upstream is undefined on bad input, this
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,9 +39,8 @@ class MoonEPCommPlan:
 
     def clone(self) -> MoonEPCommPlan:
         """Copy every tensor."""
-        return replace(
-            self, **{name: value.clone() for name, value in vars(self).items() if isinstance(value, Tensor)}
-        )
+        tensors: dict[str, Any] = {k: v.clone() for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **tensors)
 
 
 class Buffer:

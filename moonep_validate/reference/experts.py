@@ -19,9 +19,9 @@ def grouped_experts(rows: Tensor, row_weights: Tensor, cu_seqlens: Tensor, weigh
         weights: gate and up ``[G, I, H]``, down ``[G, H, I]``, bf16.
 
     Returns:
-        ``[NvS, H]`` bf16; rows after the last group are uninitialised, as in a real engine.
+        ``[NvS, H]`` bf16; rows after the last group are NaN, since a caller may not read them.
     """
-    out = torch.empty_like(rows)
+    out = torch.full_like(rows, float("nan"))
     begin = 0
     for group, end in enumerate(cu_seqlens.tolist()):
         if end > begin:

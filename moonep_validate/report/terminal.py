@@ -100,8 +100,8 @@ def show_plan(console: Console, plan: Plan, stats: dict[str, object], title: str
     layout = plan.layout
     console.print(f"[bold]{escape(title)}[/bold]", highlight=False, soft_wrap=True)
     console.print(
-        f"generation {layout.generation}: R={layout.R} ranks, E={layout.E} experts, K={layout.K}, S={layout.S} tokens a "
-        f"rank, padding {layout.pad}, {layout.num_slots} slots a rank, NvS={layout.num_rows} rows",
+        f"generation {layout.generation}: R={layout.R} ranks, E={layout.E} experts, K={layout.K}, S={layout.S} "
+        f"tokens a rank, padding {layout.pad}, {layout.num_slots} slots a rank, NvS={layout.num_rows} rows",
         highlight=False,
     )
     table = Table(box=None, pad_edge=False, header_style="bold")

@@ -1,0 +1,266 @@
+"""The command line as a user meets it: what it prints, what it keeps, and its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.self.test_plan import G1, G3, GOLDEN
+
+Cli = Callable[..., tuple[int, str, str]]
+CASE = "genB+R2+E4+K2+S3+H8+I8+hot:0"
+ROUTING = {"generation": "B", "S": 3, "K": 2, "E": 4, "R": 2, "B": None, "token_padding": 4, "topk": G1}
+
+
+def test_run_prints_evidence_table_meaning_and_code(cli: Cli) -> None:
+    code, out, err = cli("run", "--case", CASE)
+    assert (code, err) == (0, "")
+    assert "evidence: reference moonep_validate.reference" in out
+    for word in ("plan      L3", "dispatch  D1", "prefetch  W1", "experts   P1", "combine   C1", "layer     M1"):
+        assert word in out
+    assert "proves: the suite's own reference transport and experts keep the contract" in out
+    assert "leaves open: nothing outside this project ran" in out
+    assert "passed: 1 of 1 cases ran (1 passed)" in out
+    assert "exit code 0" in out
+
+
+def test_failing_run_names_stage_place_and_smallest_reproducer(cli: Cli) -> None:
+    code, out, _ = cli("run", "--case", "genB+R4+E8+K2+S9+H24+I20+hot:5", "--fault", "slot-not-filled")
+    assert code == 1
+    assert "failed at stage prefetch (check W1, step base)" in out
+    assert "gate weight bits at rank 1, slot 0, expert 5, weight row 0" in out
+    assert "proves: " not in out
+    smallest = "moonep-validate run --case 'genB+R2+E2+K1+S1+H8+I8+pad1+table:0,0' --fault slot-not-filled"
+    assert smallest in out
+    again, out, _ = cli("run", "--case", "genB+R2+E2+K1+S1+H8+I8+pad1+table:0,0", "--fault", "slot-not-filled")
+    assert again == 1
+    assert "failed at stage prefetch (check W1, step base)" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--case", f"{CASE}+@triple"], 10),
+        (["--case", CASE, "--fault", "slot-not-filled:rank=7"], 11),
+        (["--case", CASE, "--fault", "rank-skips-prefetch"], 13),
+        (["--case", CASE, "--fault", "rank-never-returns", "--deadline", "0.5"], 13),
+        (["--case", CASE, "--fault", "rank-raises"], 1),
+        (["--case", "genA+R2+E4+K2+S3+H8"], 5),
+    ],
+)
+def test_exit_codes_of_verdicts(cli: Cli, arguments: list[str], code: int) -> None:
+    got, out, _ = cli("run", *arguments)
+    assert got == code
+    assert f"exit code {code}" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "--case", "genB+R4+E9+K2+S9"], "E=9 is not divisible by R=4"),
+        (["run", "--case", f"{CASE}+K33"], "sets K a second time"),
+        (["run", "--profile", "smok"], "unknown profile 'smok'"),
+        (["run", "--subject", "vllmm"], "unknown subject 'vllmm'; known: reference"),
+        (["run", "--fault", "slot"], "unknown fault 'slot'"),
+        (["run", "--keep", "some"], "--keep is 'some'; known: failed, all, none"),
+        (["run", "--deadline", "0"], "--deadline"),
+        (["rum"], "No such command 'rum'"),
+        (["run", "--casse", CASE], "No such option"),
+        (["plan"], "plan needs either --case or --input"),
+        (["plan", "--case", CASE, "--format", "int3"], "--format is 'int3'; known: bf16, fp8, mxfp4"),
+        (["plan", "--input", "absent.jsonl"], "--input absent.jsonl is not a file"),
+        (["check", "absent"], "absent is not a folder"),
+        (["bench", "gpu"], "bench is 'gpu'; known: core"),
+    ],
+)
+def test_usage_errors_are_one_line_with_code_4(cli: Cli, arguments: list[str], message: str) -> None:
+    code, out, err = cli(*arguments)
+    assert code == 4
+    assert out == ""
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+    assert "Traceback" not in err
+
+
+def test_out_keeps_report_and_traces_and_check_judges_them_again(cli: Cli, tmp_path: Path) -> None:
+    code, _, _ = cli("run", "--case", CASE, "--case", f"{CASE}+fill:real", "--out", str(tmp_path), "--keep", "all")
+    assert code == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["status"], report["exit_code"], report["planned"], len(report["cases"])) == ("passed", 0, 2, 2)
+    first = report["cases"][0]
+    assert (first["case"], first["level"], first["parts"]["combine"]["origin"]) == (CASE, "reference", "reference")
+    assert {r["check"] for r in first["results"]} >= {"L3", "L4", "X1", "D1", "W1", "P1", "C1", "M1", "F1"}
+    assert sorted(p.stem for p in tmp_path.glob("*.safetensors")) == sorted([CASE, f"{CASE}+fill:real"])
+    code, out, _ = cli("check", str(tmp_path))
+    assert code == 0
+    assert "passed: 2 of 2 cases ran (2 passed)" in out
+
+
+def test_only_traces_that_did_not_pass_are_kept_by_default(cli: Cli, tmp_path: Path) -> None:
+    code, _, _ = cli("run", "--case", CASE, "--case", f"{CASE}+@triple", "--out", str(tmp_path / "a"))
+    assert code == 10
+    assert [p.stem for p in (tmp_path / "a").glob("*.safetensors")] == [f"{CASE}+@triple"]
+    options = ["--fault", "duplicates-dropped", "--out", str(tmp_path / "b"), "--shrink-seconds", "0"]
+    code, out, _ = cli("run", "--case", "genB+R2+E4+K4+S3+H8+I8", *options)
+    assert code == 1
+    assert "smallest failing case" not in out
+    code, out, _ = cli("check", str(tmp_path / "b"))
+    assert code == 1
+    assert "failed at stage combine (check C1" in out
+    assert "--fault duplicates-dropped" in out
+
+
+def test_damaged_trace_folder_is_a_usage_error(cli: Cli, tmp_path: Path) -> None:
+    cli("run", "--case", CASE, "--out", str(tmp_path), "--keep", "all")
+    path = next(tmp_path.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-7])
+    code, out, err = cli("check", str(tmp_path))
+    assert (code, out) == (4, "")
+    assert "is damaged or no trace" in err
+    path.unlink()
+    code, _, err = cli("check", str(tmp_path))
+    assert code == 4
+    assert "holds no trace" in err
+
+
+def test_unwritable_output_folder_is_a_usage_error(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    code, out, err = cli("run", "--case", CASE, "--out", str(tmp_path / "file" / "out"))
+    assert (code, out) == (4, "")
+    assert "cannot be written: Not a directory" in err
+
+
+def test_a_passing_case_is_not_shrunk(cli: Cli) -> None:
+    code, out, _ = cli("shrink", "--case", CASE)
+    assert code == 0
+    assert "has no failing check, so there is nothing to shrink" in out
+
+
+def test_shrink_prints_the_smallest_case(cli: Cli) -> None:
+    code, out, _ = cli("shrink", "--case", "genB+R4+E8+K2+S9+fill:real", "--fault", "duplicates-dropped")
+    assert code == 1
+    assert "no smaller case fails in this way" in out
+    assert "genB+R2+E2+K2+S1+H8+I8+pad1+table:" in out
+
+
+def test_plan_json_is_the_golden_vector(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "routings.jsonl"
+    path.write_text(json.dumps(ROUTING) + "\n\n" + json.dumps({**ROUTING, "generation": "A", "B": 1}) + "\n")
+    shape = ["--hidden", "64", "--intermediate", "32", "--format", "mxfp4"]
+    code, out, _ = cli("plan", "--input", str(path), "--json", *shape)
+    assert code == 0
+    first, second = (json.loads(line) for line in out.splitlines())
+    golden = GOLDEN["G1-B"][2]
+    assert first["NvS"] == golden["num_rows"]
+    for name in ("dst", "cu_seqlens", "experts_to_copy", "zero_fill_ranges", "remote_stats", "alloc"):
+        assert first[name] == golden[name]
+    assert second["dst"] == GOLDEN["G1-A-one-slot"][2]["dst"]
+    stats: dict[str, Any] = first["stats"]
+    assert (stats["slots_used"], stats["slots"], stats["slots_used_per_rank"]) == (1, 4, [0, 1])
+    assert (stats["rows"], stats["rows_moved"], stats["padding_rows"]) == (12, 4, 8)
+    assert stats["load_imbalance"] == 10 / 6
+    assert stats["padding_ratio"] == 8 / 20
+    assert stats["capacity_utilisation"] == 12 / 20
+    assert stats["prefetch_bytes"] == stats["prefetch_bytes_max_rank"] == 3 * 64 * 32 * 17 // 32
+    assert second["stats"]["experts_read_remotely"] == 0
+    overflow = {"generation": "A", "S": 2, "K": 2, "E": 8, "R": 4, "B": 1, "token_padding": 2, "topk": G3}
+    path.write_text(json.dumps(overflow))
+    code, out, _ = cli("plan", "--input", str(path), "--json")
+    assert json.loads(out)["stats"]["experts_read_remotely"] == 1
+
+
+def test_plan_table(cli: Cli) -> None:
+    code, out, _ = cli("plan", "--case", "genB+R2+E4+K2+S3+pad4+table:0,1,0,2,1,0,0,3,1,0,0,1")
+    assert code == 0
+    assert "NvS=20 rows" in out
+    rows = [line.split() for line in out.splitlines()]
+    assert ["0", "10", "6", "0", "-", "1", "2", "8", "of", "20"] in rows
+    assert ["1", "2", "6", "4", "0", "0", "6", "12", "of", "20"] in rows
+    assert ["1", "2", "0", "4", "0", "12", "slot"] in rows
+
+
+def without(key: str) -> dict[str, Any]:
+    return {name: value for name, value in ROUTING.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "Expecting property name"),
+        ("[1]", "a routing is a JSON object"),
+        (json.dumps(without("topk")), "missing keys ['topk']"),
+        (json.dumps({**ROUTING, "pad": 3}), "unknown keys ['pad']"),
+        (json.dumps({**ROUTING, "S": "3"}), "S is '3', a whole number is needed"),
+        (json.dumps({**ROUTING, "E": 5}), "E=5 is not divisible by R=2"),
+        (json.dumps({**ROUTING, "K": 33}), "K=33 experts per token: must be 1 to 32"),
+        (json.dumps({**ROUTING, "B": 2}), "only generation A takes a slot count"),
+        (json.dumps({**ROUTING, "generation": "C"}), "generation 'C' is not A or B"),
+        (
+            json.dumps({**ROUTING, "S": 2}),
+            "topk is not a list of whole numbers [rank][token][k] with sizes (2, 2, 2)",
+        ),
+        (json.dumps({**ROUTING, "topk": [[1], [2, 3]]}), "uneven or other content"),
+        (json.dumps({**ROUTING, "topk": "none"}), "uneven or other content"),
+        (json.dumps({**ROUTING, "topk": [[[0, 1]] * 3, [[0, 4]] * 3]}), "expert id 4 at rank 1, token 0, k 1"),
+    ],
+)
+def test_plan_refuses_bad_lines_by_number(cli: Cli, tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps(ROUTING) + "\n" + line + "\n")
+    code, _, err = cli("plan", "--input", str(path), "--json")
+    assert code == 4
+    assert f"{path}, line 2: " in err
+    assert message in err
+
+
+def test_bench_prints_ratios_and_says_what_it_could_not_run(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from moonep_validate import bench
+    from moonep_validate.case import Case
+
+    monkeypatch.setattr(bench, "_LARGE", Case.parse("genB+R4+E16+K4+S4096+pad128+zipf:1.0"))
+    code, out, _ = cli("bench", "core")
+    assert code == 0
+    assert "for twice the tokens" in out
+    assert "extrapolated linearly" in out
+    assert "a minute" in out
+    code, out, _ = cli("bench", "core", "--naive", str(tmp_path / "absent.py"))
+    assert code == 0
+    assert "naive loop: not run" in out
+
+
+def test_ctrl_c_keeps_what_is_known(tmp_path: Path) -> None:
+    """A real interrupt of a real process, while the second case waits for a rank that never returns."""
+    command = [sys.executable, "-m", "moonep_validate", "run", "--case", "genA+R2+E4+K2+S3+H8", "--case", CASE]
+    command += ["--fault", "rank-never-returns", "--deadline", "300", "--out", str(tmp_path)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
+    report = tmp_path / "report.json"
+    end = time.monotonic() + 60
+    while time.monotonic() < end and not (report.is_file() and '"not_run"' in report.read_text()):
+        time.sleep(0.1)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 2, err
+    assert "Traceback" not in err
+    assert "interrupted: 1 of 2 cases ran (1 not_run)" in out
+    data = json.loads(report.read_text())
+    assert (data["interrupted"], data["planned"], len(data["cases"])) == (True, 2, 1)
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys; sys.argv = ['moonep-validate', '--help']; from moonep_validate.cli import main\n"
+    code += "try:\n    main()\nexcept SystemExit:\n    pass\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -1,0 +1,78 @@
+"""The pytest plugin in real pytest sessions; its printed text is a contract."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONSUMER = Path(__file__).parents[1] / "component" / "test_component.py"
+CASE = "genB+R2+E4+K2+S3+H8+I8+hot:0"
+
+
+@pytest.fixture
+def consumer(pytester: pytest.Pytester) -> pytest.Pytester:
+    pytester.makepyfile(test_component=CONSUMER.read_text())
+    return pytester
+
+
+def test_one_item_per_case_named_by_the_case(consumer: pytest.Pytester) -> None:
+    result = consumer.runpytest_inprocess("-v", "--moonep-profile", "smoke")
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(
+        [
+            "moonep-validate: *, subject reference",
+            "*::test_case[[]genB+R4+E8+K2+S9+hot:5+@slot_used] PASSED*",
+            "2 cases passed with evidence level: reference",
+        ]
+    )
+
+
+def test_a_failure_is_a_diagnosis_with_a_reproducer(consumer: pytest.Pytester) -> None:
+    result = consumer.runpytest_inprocess("--moonep-case", CASE, "--moonep-fault", "slot-not-filled")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(
+        [
+            f"E * failed at stage prefetch (check W1, step base): {CASE}",
+            "E * gate weight bits at rank 1, slot 0, expert 0, weight row 0, weight column 0: expected *, got *",
+            f"reproduce: moonep-validate run --case '{CASE}' --fault slot-not-filled",
+        ]
+    )
+
+
+def test_vacuous_fails_and_not_run_skips_with_its_reason(consumer: pytest.Pytester) -> None:
+    arguments = ["--moonep-case", f"{CASE}+@triple", "--moonep-case", "genA+R2+E4+K2+S3+H8", "-rs"]
+    result = consumer.runpytest_inprocess(*arguments)
+    result.assert_outcomes(failed=1, skipped=1)
+    result.stdout.fnmatch_lines(
+        ["*the case claims @triple, but that event did not occur", "SKIPPED*generation B only*"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--moonep-case", "genB+R2", "ERROR: case 'genB+R2' lacks E, K, S*"),
+        ("--moonep-profile", "smok", "ERROR: unknown profile 'smok'; known: default, smoke"),
+        ("--moonep-fault", "slot", "ERROR: unknown fault 'slot'*"),
+        ("--moonep-subject", "vllmm", "ERROR: unknown subject 'vllmm'; known: reference"),
+    ],
+)
+def test_bad_options_are_usage_errors(consumer: pytest.Pytester, option: str, value: str, message: str) -> None:
+    result = consumer.runpytest_inprocess(option, value)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([message])
+
+
+def test_junit_properties_carry_level_and_command(consumer: pytest.Pytester) -> None:
+    consumer.runpytest_inprocess("--moonep-case", CASE, "--junitxml=junit.xml")
+    xml = (consumer.path / "junit.xml").read_text()
+    assert '<property name="moonep_level" value="reference"' in xml
+    assert f"moonep-validate run --case '{CASE}'" in xml.replace("&apos;", "'")
+
+
+def test_plugin_loads_without_torch() -> None:
+    code = "import sys, moonep_validate.plugin; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

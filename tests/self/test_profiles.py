@@ -1,0 +1,79 @@
+"""The profiles, the witnesses and the pipeline from the outside."""
+
+from __future__ import annotations
+
+import pytest
+
+from moonep_validate.case import VOCABULARY, Case, CaseError
+from moonep_validate.engine import Job, run_case
+from moonep_validate.profiles import PROFILES, profile
+from moonep_validate.witnesses import WITNESSES
+
+#: A case in which the event cannot occur.
+WITHOUT = {
+    "slot_used": "genB+R2+E4+K2+S3+H8+table:0,1,0,1,0,1,2,3,2,3,2,3",
+    "two_slots": "genB+R2+E4+K2+S3+H8+hot:0",
+    "duplicate": "genB+R4+E4+K1+S5+H8",
+    "triple": "genB+R2+E4+K2+S3+H8",
+    "padding": "genB+R2+E4+K2+S3+H8+pad1",
+    "empty_expert": "genB+R2+E4+K4+S3+H8",
+    "empty_rank": "genB+R2+E4+K2+S3+H8",
+    "donor_receiver": "genB+R2+E4+K2+S3+H8+hot:0",
+}
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_profile_lines_are_canonical_and_distinct(name: str) -> None:
+    lines = [str(case) for case in profile(name)]
+    assert len(set(lines)) == len(lines) >= 2
+    assert all(str(Case.parse(line)) == line for line in lines)
+
+
+def test_unknown_profile_is_refused() -> None:
+    with pytest.raises(CaseError, match="unknown profile 'defualt'; known: default, smoke"):
+        profile("defualt")
+
+
+def test_every_word_of_the_language_is_used_by_the_default_profile() -> None:
+    used: set[str] = set()
+    for case in profile("default"):
+        used |= {case.routing.name, case.fill.name, case.model.name, case.format.name, case.scenario.name}
+        used |= set(case.witnesses)
+    assert used == set(VOCABULARY)
+
+
+@pytest.mark.parametrize("witness", WITNESSES)
+def test_a_case_that_claims_an_absent_event_is_vacuous(witness: str) -> None:
+    case = Case.parse(f"{WITHOUT[witness]}+@{witness}")
+    _, verdict = run_case(Job(), case)
+    assert verdict.status == "vacuous"
+    assert verdict.vacuous == [f"the case claims @{witness}, but that event did not occur"]
+    assert run_case(Job(), case.but(witnesses=()))[1].ok
+
+
+def test_a_case_that_the_subject_cannot_run_is_not_run_and_no_pass() -> None:
+    _, verdict = run_case(Job(), Case.parse("genA+R2+E4+K2+S3+H8"))
+    assert verdict.status == "not_run"
+    assert not verdict.ok
+    assert "generation B only" in verdict.results[0].reason
+
+
+def test_recording_is_deterministic() -> None:
+    case = Case.parse("genB+R4+E12+K3+S7+H24+I20+zipf:1.0+fill:real")
+    digests = {run_case(Job(), case)[0].digest() for _ in range(3)}
+    assert len(digests) == 1
+    assert run_case(Job(), case.but(seed=1))[0].digest() not in digests
+
+
+def test_verdicts_do_not_depend_on_the_order_of_cases() -> None:
+    cases = profile("smoke") + [Case.parse("genB+R3+E6+K2+S5+H16+zipf:1.0")]
+    forward = {str(case): run_case(Job(), case)[1].to_json() for case in cases}
+    backward = {str(case): run_case(Job(), case)[1].to_json() for case in reversed(cases)}
+    assert forward == backward
+
+
+def test_evidence_is_never_above_the_part_that_ran() -> None:
+    _, verdict = run_case(Job(), profile("smoke")[0])
+    assert verdict.level == "reference"
+    assert {result.level for result in verdict.results} == {"reference"}
+    assert {part["origin"] for part in verdict.to_json()["parts"].values()} == {"reference"}
