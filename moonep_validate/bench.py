@@ -22,7 +22,7 @@ from moonep_validate.routing import topk_ids
 
 _LARGE = Case.parse("genB+R16+E896+K16+S4096+pad128+zipf:1.0")
 _SMALL = Case.parse("genB+R4+E16+K4+S16")
-_NAIVE_TOKENS = (16, 32, 64)
+_NAIVE_TOKENS = (128, 256, 512)
 _REPEATS = 5
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from moonep_validate.case import Case, buffer_rows, check_geometry
 
 Ints = npt.NDArray[np.int64]
+Int32s = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moonep_validate.contract import Ints, Layout
+from moonep_validate.contract import Int32s, Ints, Layout
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Plan:
     cu_seqlens: Ints
     zero_fill_ranges: Ints
     remote_stats: Ints
-    raw: Ints
-    dst: Ints
+    raw: Int32s
+    dst: Int32s
 
 
 def make_plan(topk_ids: Ints, layout: Layout) -> Plan:
@@ -112,21 +112,25 @@ def allocate(counts: Ints, quotas: Ints, layout: Layout) -> Ints:
     return alloc
 
 
-def mark_duplicates(raw: Ints, top_k: int, num_rows: int) -> Ints:
+def mark_duplicates(raw: Int32s, top_k: int, num_rows: int) -> Int32s:
     """Step 7: encode every later k of a token on the same rank as ``-raw - 1``.
 
     Args:
         raw: ``[R, S*K]``.
     """
-    ranks = len(raw)
-    destination = (raw // num_rows).reshape(-1, top_k)
-    seen = np.zeros((len(destination), ranks), bool)
-    token = np.arange(len(destination))
-    duplicate = np.empty(destination.shape, bool)
-    for k in range(top_k):
-        duplicate[:, k] = seen[token, destination[:, k]]
-        seen[token, destination[:, k]] = True
-    return np.where(duplicate.reshape(raw.shape), -raw - 1, raw)
+    destination = (raw // raw.dtype.type(num_rows)).reshape(-1, top_k).T.copy()
+    duplicate = np.zeros(destination.shape, bool)
+    width = next((bits for bits in (8, 16, 32) if len(raw) <= bits), 64)
+    for first in range(0, len(raw), width):  # the ranks that a token has met, one bit each
+        inside = destination // width == first // width
+        bit = inside.astype(f"uint{width}") << (destination % width).astype(f"uint{width}")
+        met = np.zeros_like(bit[0])
+        for k in range(top_k):
+            duplicate[k] |= (met & bit[k]) != 0
+            met |= bit[k]
+    flip = -duplicate.T.reshape(raw.shape).astype(raw.dtype)
+    dst: Int32s = raw ^ flip  # all bits flipped is -raw - 1
+    return dst
 
 
 def _checked(topk_ids: Ints, layout: Layout) -> Ints:
@@ -135,9 +139,8 @@ def _checked(topk_ids: Ints, layout: Layout) -> Ints:
         raise ValueError(
             f"topk has shape {np.shape(topk_ids)}, R={layout.R} rows of S*K={layout.capacity} are needed"
         )
-    bad = np.argwhere((routes < 0) | (routes >= layout.E))
-    if len(bad):
-        rank, route = bad[0]
+    if routes.min() < 0 or routes.max() >= layout.E:
+        rank, route = np.argwhere((routes < 0) | (routes >= layout.E))[0]
         raise ValueError(
             f"expert id {routes[rank, route]} at rank {rank}, token {route // layout.K}, k {route % layout.K} "
             f"is outside 0..{layout.E - 1}; MoonEP has no sentinel id"
@@ -166,15 +169,17 @@ def _lay_out(alloc: Ints, experts_to_copy: Ints, layout: Layout) -> tuple[Ints, 
     return start, cu_seqlens, zero_fill
 
 
-def _destinations(routes: Ints, alloc: Ints, start: Ints, layout: Layout) -> Ints:
+def _destinations(routes: Ints, alloc: Ints, start: Ints, layout: Layout) -> Int32s:
     """Step 6. Sorted by (expert, rank, s, k), the routes of an expert are dealt to ranks in rank order."""
     small = np.uint16 if layout.E <= 2**16 else np.int64  # numpy sorts 16-bit keys in linear time
     order = np.argsort(routes.ravel().astype(small), kind="stable")
     pieces = alloc.ravel()
     first = np.cumsum(pieces) - pieces
     base = (np.arange(layout.R) * layout.num_rows + start.T).ravel() - first
-    raw = np.empty(routes.size, np.int64)
-    raw[order] = np.repeat(base, pieces) + np.arange(routes.size)
+    rows = np.repeat(base.astype(np.int32), pieces)  # R * NvS fits 31 bits (Limits)
+    rows += np.arange(routes.size, dtype=np.int32)
+    raw = np.empty_like(rows)
+    raw[order] = rows
     return raw.reshape(routes.shape)
 
 

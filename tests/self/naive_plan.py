@@ -28,37 +28,18 @@ def naive_plan(topk: Any, layout: Layout) -> dict[str, Any]:
     quotas = _quotas(total, R, per_rank, S * K)
     alloc = _alloc(total, quotas, R, per_rank)
 
-    copies = []
-    remote_stats = [[0, 0] for _ in range(R)]
-    for d in range(R):
-        remote = [e for e in range(E) if alloc[e][d] > 0 and e // per_rank != d]
-        remote_stats[d][0] = len(remote)
-        if layout.generation == "A":
-            remote.sort(key=lambda e: (alloc[e][d], e), reverse=True)
-        chosen = remote[:slots]
-        for e in chosen:
-            remote_stats[e // per_rank][1] += 1
-        copies.append(chosen + [-1] * (slots - len(chosen)))
-
-    start = [[0] * E for _ in range(R)]
+    copies, remote_stats = _slots(alloc, layout, slots)
+    start: list[list[int]] = []
     cu_seqlens, zero_fill = [], []
     for d in range(R):
         home = list(range(E)) if layout.generation == "A" else list(range(d * per_rank, (d + 1) * per_rank))
         groups = [(-1 if e in copies[d] else e) for e in home] + copies[d]
-        end, ends, zeros = 0, [], []
-        for e in groups:
-            count = alloc[e][d] if e >= 0 else 0
-            zero = [0, 0]
+        counts = [alloc[e][d] if e >= 0 else 0 for e in groups]
+        begins, ends, zeros = _groups(counts, pad)
+        start.append([0] * E)
+        for e, count, begin in zip(groups, counts, begins, strict=True):
             if count:
-                start[d][e] = end
-                padded = end + count
-                while (padded - end) % pad:
-                    padded += 1
-                if padded > end + count:
-                    zero = [end + count, padded - end - count]
-                end = padded
-            ends.append(end)
-            zeros.append(zero)
+                start[d][e] = begin
         cu_seqlens.append(ends)
         zero_fill.append(zeros)
 
@@ -73,6 +54,34 @@ def naive_plan(topk: Any, layout: Layout) -> dict[str, Any]:
         "remote_stats": remote_stats,
         "dst": dst,
     }
+
+
+def _slots(alloc: list[list[int]], layout: Layout, slots: int) -> tuple[list[list[int]], list[list[int]]]:
+    R, per_rank = layout.R, layout.E // layout.R
+    copies, remote_stats = [], [[0, 0] for _ in range(R)]
+    for d in range(R):
+        remote = [e for e in range(layout.E) if alloc[e][d] > 0 and e // per_rank != d]
+        remote_stats[d][0] = len(remote)
+        if layout.generation == "A":
+            remote.sort(key=lambda e: (alloc[e][d], e), reverse=True)
+        chosen = remote[:slots]
+        for e in chosen:
+            remote_stats[e // per_rank][1] += 1
+        copies.append(chosen + [-1] * (slots - len(chosen)))
+    return copies, remote_stats
+
+
+def _groups(counts: list[int], pad: int) -> tuple[list[int], list[int], list[list[int]]]:
+    begins, ends, zeros, end = [], [], [], 0
+    for count in counts:
+        begins.append(end)
+        filled = end + count
+        end = filled
+        while count and (end - begins[-1]) % pad:
+            end += 1
+        ends.append(end)
+        zeros.append([filled, end - filled] if end > filled else [0, 0])
+    return begins, ends, zeros
 
 
 def _quotas(total: list[int], R: int, per_rank: int, capacity: int) -> list[list[int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -119,6 +121,11 @@ def test_vocabulary_has_exactly_what_is_implemented() -> None:
     from moonep_validate.scenarios import SCENARIOS
     from moonep_validate.witnesses import WITNESSES
 
-    implemented = {"routing": _GENERATORS, "fill": _HIDDEN, "scenario": SCENARIOS, "witness": WITNESSES}
+    implemented: dict[str, Iterable[str]] = {
+        "routing": _GENERATORS,
+        "fill": _HIDDEN,
+        "scenario": SCENARIOS,
+        "witness": WITNESSES,
+    }
     for field, names in implemented.items():
         assert {name for name, word in VOCABULARY.items() if word.field == field} == set(names)

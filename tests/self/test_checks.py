@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -200,7 +200,7 @@ def test_every_check_examines_something_on_a_clean_case(recorded: Callable[..., 
 
 
 def test_a_crashing_check_is_unknown_and_no_pass(recorded: Callable[..., Trace]) -> None:
-    def crash(s: Step) -> list[Compared]:
+    def crash(s: Step) -> Iterator[Compared]:
         raise ZeroDivisionError("in the judge")
 
     verdict = judge(recorded(), [replace(CHECKS["L3"], function=crash)])

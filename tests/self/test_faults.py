@@ -1,4 +1,4 @@
-"""Seeded faults: each is killed by the right check at its own stage, and is never called a pass when it did nothing."""
+"""Seeded faults: each is killed by the right check at its own stage; one that did nothing is no pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic oracles: bounds from both sides, combine to the last bit, the dense layer against autograd-free loops."""
+"""The arithmetic oracles: bounds from both sides, combine to the last bit, the dense layer against a loop."""
 
 from __future__ import annotations
 

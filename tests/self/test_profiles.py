@@ -66,7 +66,7 @@ def test_recording_is_deterministic() -> None:
 
 
 def test_verdicts_do_not_depend_on_the_order_of_cases() -> None:
-    cases = profile("smoke") + [Case.parse("genB+R3+E6+K2+S5+H16+zipf:1.0")]
+    cases = [*profile("smoke"), Case.parse("genB+R3+E6+K2+S5+H16+zipf:1.0")]
     forward = {str(case): run_case(Job(), case)[1].to_json() for case in cases}
     backward = {str(case): run_case(Job(), case)[1].to_json() for case in reversed(cases)}
     assert forward == backward

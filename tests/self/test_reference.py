@@ -70,7 +70,7 @@ def test_replay_sends_new_rows_by_an_old_plan_and_returns_the_same_plan() -> Non
 
 def test_zero_copy_returns_the_buffer_and_a_copy_does_not() -> None:
     def body(comm: Comm, buffer: Buffer, tokens: Batch) -> None:
-        rows, weights, cu_seqlens, _ = fresh(buffer, tokens)
+        rows, weights, _, _ = fresh(buffer, tokens)
         view, weight_view, _, _ = fresh(buffer, tokens, zero_copy=True, router_weights_zero_copy=True)
         assert view.data_ptr() == buffer.hidden_nvsh_buffer_view.data_ptr() != rows.data_ptr()
         assert weight_view.data_ptr() == buffer.router_weight_buffer_view.data_ptr() != weights.data_ptr()
