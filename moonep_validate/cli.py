@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from moonep_validate import __version__
-from moonep_validate.case import Case, CaseError
+from moonep_validate.case import VOCABULARY, Case, CaseError
 from moonep_validate.profiles import PROFILES, profile
 
 if TYPE_CHECKING:
@@ -56,7 +56,9 @@ def run(
     fault: FaultOption = None,
     deadline: DeadlineOption = 30.0,
     out: Annotated[Path | None, typer.Option(help="Folder for report.json and traces.")] = None,
-    keep: Annotated[str, typer.Option(help="Traces to keep in --out: failed, all or none.")] = "failed",
+    keep: Annotated[
+        str, typer.Option(help="Traces to keep in --out: failed (whatever did not pass), all or none.")
+    ] = "failed",
     shrink_seconds: Annotated[float, typer.Option(help="Time to shrink the first failure; 0 to leave it.")] = 10.0,
 ) -> None:
     """Judge a subject on a profile, or on the cases given."""
@@ -172,6 +174,28 @@ def bench(
 
 
 @app.command()
+def cases(
+    profile_name: Annotated[str, typer.Option("--profile", help="Whose case lines to list.")] = "default",
+) -> None:
+    """List the words of a case line, and the cases of a profile."""
+    lines = [str(case) for case in profile(profile_name)]
+    _out.print(
+        "[bold]sizes[/bold]\n  genA or genB, R4 E8 K2 S9 (required), H128 I128 pad16 seed0 (defaults)",
+        highlight=False,
+    )
+    _out.print(
+        "  slots2 (generation A, default E/R), tokens:9,0,3,9 (real tokens a rank, default S)", highlight=False
+    )
+    for field in dict.fromkeys(word.field for word in VOCABULARY.values()):
+        _out.print(f"[bold]{field}[/bold]")
+        for word in VOCABULARY.values():
+            if word.field == field:
+                _out.print(f"  {word.usage:16} {word.summary}", highlight=False)
+    _out.print(f"[bold]profile {profile_name}[/bold]")
+    _out.print("\n".join(f"  {line}" for line in lines), highlight=False, soft_wrap=True)
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     sys.stdout.write(f"moonep-validate {__version__}\n")
@@ -192,6 +216,8 @@ def main() -> None:
 
 
 def _usage(message: str) -> int:
+    if not message:  # help was printed in place of a missing command
+        return USAGE
     Console(stderr=True).print(f"moonep-validate: {message}", markup=False, highlight=False, soft_wrap=True)
     return USAGE
 

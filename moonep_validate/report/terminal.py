@@ -61,6 +61,8 @@ def show_problem(console: Console, verdict: Verdict) -> None:
 
 def show_table(console: Console, summary: Summary) -> None:
     """Results by stage and check, and the events that were seen."""
+    if not summary.verdicts:
+        return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("stage", "check", "promise", "status"):
         table.add_column(name, no_wrap=name != "promise")

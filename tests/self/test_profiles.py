@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from moonep_validate.case import VOCABULARY, Case, CaseError
-from moonep_validate.engine import Job, run_case
+from moonep_validate.engine import Job, record, run_case
+from moonep_validate.faults import parse_fault
 from moonep_validate.profiles import PROFILES, profile
+from moonep_validate.rig import Rig
+from moonep_validate.scenarios import SCENARIOS
 from moonep_validate.witnesses import WITNESSES
 
 #: A case in which the event cannot occur.
@@ -77,3 +80,23 @@ def test_evidence_is_never_above_the_part_that_ran() -> None:
     assert verdict.level == "reference"
     assert {result.level for result in verdict.results} == {"reference"}
     assert {part["origin"] for part in verdict.to_json()["parts"].values()} == {"reference"}
+
+
+def test_an_error_of_the_suite_is_no_finding_about_the_subject(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(rig: Rig) -> None:
+        raise KeyError("in the scenario")
+
+    monkeypatch.setitem(SCENARIOS, "base", broken)
+    _, verdict = run_case(Job(), profile("smoke")[0])
+    assert verdict.status == "error"
+    assert verdict.first is None
+    assert verdict.errors[0].startswith("rank 0: KeyError: 'in the scenario'")
+
+
+def test_a_hung_case_leaves_the_next_one_alone() -> None:
+    hang = Job(faults=(parse_fault("rank-never-returns"),), deadline=0.3)
+    clean = record(Job(), profile("smoke")[0]).digest()
+    assert run_case(hang, profile("smoke")[0])[1].status == "hung"
+    trace, verdict = run_case(Job(), profile("smoke")[0])
+    assert verdict.ok
+    assert trace.digest() == clean

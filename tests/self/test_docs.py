@@ -1,0 +1,78 @@
+"""What the documents say is true: ids, exit codes, commands, and the support of the text by the code."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moonep_validate.case import Case
+from moonep_validate.checks import CHECKS
+from moonep_validate.faults import FAULTS
+from moonep_validate.verdict import EXIT_CODES
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+CONTRACT = (ROOT / "docs" / "contract.md").read_text()
+
+
+def test_every_check_is_explained_and_marked_as_checked() -> None:
+    marked = set(re.findall(r"^\| \*\*(\w+)\*\* \|", CONTRACT, flags=re.MULTILINE))
+    assert marked == {*CHECKS, "F1"}
+
+
+def test_every_row_of_the_contract_has_a_source() -> None:
+    rows = re.findall(r"^\| (?:\*\*)?([A-Z]\d+)(?:\*\*)?(?:, X3)? \|(.*)\|$", CONTRACT, flags=re.MULTILINE)
+    assert len(rows) > 40
+    for id, rest in rows:
+        assert len(rest.split("|")[-1].strip()) >= 3, id
+
+
+@pytest.mark.parametrize("status", [status for status, code in EXIT_CODES.items() if code])
+def test_exit_codes_are_documented(status: str) -> None:
+    word = status.replace("_", " ")
+    code = EXIT_CODES[status]
+    assert re.search(rf"\| {code} \| [^|]*{'a check failed' if code == 1 else word.split()[-1]}", README)
+
+
+def test_case_lines_in_documents_are_cases() -> None:
+    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        lines = re.findall(r"gen[AB]\+[\w+:.,@]*\w", path.read_text())
+        for line in lines:
+            assert str(Case.parse(line)) == line, path
+    assert lines or README.count("genB+") > 3
+
+
+def test_seeded_faults_in_readme_exist() -> None:
+    assert set(re.findall(r"--fault ([\w-]+)", README)) <= set(FAULTS)
+
+
+def commands() -> list[str]:
+    """Every ``moonep-validate`` command of the README that names all its arguments."""
+    found = re.findall(r"(?:^\$ |^  |`)(moonep-validate [^`\n]*)", README, flags=re.MULTILINE)
+    return sorted(
+        {command for command in found if "…" not in command and not re.search(r"\b(DIR|FILE)\b", command)}
+    )
+
+
+@pytest.mark.parametrize("command", commands())
+def test_readme_commands_run(command: str, cli: Callable[..., tuple[int, str, str]]) -> None:
+    arguments = shlex.split(command)[1:]
+    if arguments[0] in ("bench", "run") and "--case" not in arguments:
+        pytest.skip("runs in tests of its own: test_cli.py, the tox environment validate")
+    code, out, err = cli(*arguments)
+    assert code == (1 if "--fault" in command else 0), err
+    if "--fault" in command:
+        assert f"reproduce: {command}" in out
+
+
+def test_readme_names_the_tox_environments() -> None:
+    tox = (ROOT / "tox.ini").read_text()
+    for name in re.findall(r"tox -e (\w+)", README):
+        assert f"[testenv:{name}]" in tox
+    gate = (ROOT / ".ci" / "run").read_text()
+    assert "tox run -e tests" in gate
+    assert "tox run -e validate" in gate
