@@ -89,8 +89,9 @@ def check(folder: Annotated[Path, typer.Argument(help="A folder that `run --out`
     def judge_recorded(one: Case) -> tuple[Trace, Verdict]:
         return traces[str(one)], judge(traces[str(one)])
 
+    first = next(iter(traces.values()))
     cases = [trace.case for trace in traces.values()]
-    _finish(_judge_all(cases, judge_recorded, Job(), f"recorded traces of {folder}", None, 0.0))
+    _finish(_judge_all(cases, judge_recorded, Job(first.subject), f"recorded traces of {folder}", None, 0.0))
 
 
 @app.command()

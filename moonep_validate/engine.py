@@ -67,7 +67,7 @@ def record(job: Job, case: Case) -> Trace:
     A rank that raises or hangs is data in the trace, never an exception here.
     """
     subject = SUBJECTS[job.subject]
-    trace = Trace(case, [[] for _ in range(case.R)], dict(subject.parts), reproducer=job.reproducer)
+    trace = Trace(case, subject.name, [[] for _ in range(case.R)], dict(subject.parts), reproducer=job.reproducer)
     if reason := subject.supports(case):
         trace.not_run = reason
         return trace

@@ -129,6 +129,7 @@ class Trace:
     Attributes:
         case: what ran.
         calls: per rank, in order.
+        subject: who ran it.
         parts: stage -> Part (``plan``, ``dispatch``, ``prefetch``, ``experts``, ``combine``).
         relations: promises between steps.
         hung: ``{"rank", "stack"}`` of ranks whose deadline passed.
@@ -138,6 +139,7 @@ class Trace:
     """
 
     case: Case
+    subject: str
     calls: list[list[Call]]
     parts: dict[str, Part]
     relations: list[Relation] = field(default_factory=list)
@@ -173,6 +175,7 @@ class Trace:
         head = {
             "format": FORMAT,
             "case": str(self.case),
+            "subject": self.subject,
             "calls": calls,
             "parts": {stage: asdict(part) for stage, part in self.parts.items()},
             "relations": [asdict(relation) for relation in self.relations],
@@ -223,6 +226,7 @@ class Trace:
         relations = [Relation(**{**relation, "taps": tuple(relation["taps"])}) for relation in head["relations"]]
         return cls(
             Case.parse(head["case"]),
+            head["subject"],
             calls,
             parts,
             relations,

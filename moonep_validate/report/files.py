@@ -12,11 +12,12 @@ from moonep_validate.report.summary import Summary
 from moonep_validate.trace import Trace, TraceError
 
 SCHEMA = 1
+_TRACES, _SUFFIX = "traces", ".safetensors"
 _LONGEST_NAME = 200
 
 
 class OutputFolder:
-    """Where a run leaves its results.
+    """Where a run leaves its results; traces of an earlier run in it are removed.
 
     Raises:
         OSError: if the folder cannot be made or written.
@@ -24,7 +25,10 @@ class OutputFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.mkdir(parents=True, exist_ok=True)
+        self.traces = path / _TRACES
+        self.traces.mkdir(parents=True, exist_ok=True)
+        for old in self.traces.glob(f"*{_SUFFIX}"):
+            old.unlink()
         (path / "report.json").write_text("{}\n")
 
     def write_report(self, summary: Summary, subject: str) -> None:
@@ -45,7 +49,7 @@ class OutputFolder:
 
     def write_trace(self, trace: Trace) -> None:
         """Keep one trace; its name is the case."""
-        trace.save(self.path / f"{_file_name(trace.case)}.safetensors")
+        trace.save(self.traces / f"{_file_name(trace.case)}{_SUFFIX}")
 
 
 def load_traces(folder: Path) -> list[Trace]:
@@ -56,9 +60,10 @@ def load_traces(folder: Path) -> list[Trace]:
     """
     if not folder.is_dir():
         raise TraceError(f"{folder} is not a folder; give the folder that `run --out` wrote")
-    paths = sorted(folder.glob("*.safetensors"))
+    inside = folder / _TRACES
+    paths = sorted((inside if inside.is_dir() else folder).glob(f"*{_SUFFIX}"))
     if not paths:
-        raise TraceError(f"{folder} holds no trace (*.safetensors); record with `run --out {folder} --keep all`")
+        raise TraceError(f"{folder} holds no trace (*{_SUFFIX}); record with `run --out {folder} --keep all`")
     return [Trace.load(path) for path in paths]
 
 

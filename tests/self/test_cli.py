@@ -99,16 +99,20 @@ def test_out_keeps_report_and_traces_and_check_judges_them_again(cli: Cli, tmp_p
     first = report["cases"][0]
     assert (first["case"], first["level"], first["parts"]["combine"]["origin"]) == (CASE, "reference", "reference")
     assert {r["check"] for r in first["results"]} >= {"L3", "L4", "X1", "D1", "W1", "P1", "C1", "M1", "F1"}
-    assert sorted(p.stem for p in tmp_path.glob("*.safetensors")) == sorted([CASE, f"{CASE}+fill:real"])
+    assert sorted(p.stem for p in (tmp_path / "traces").iterdir()) == sorted([CASE, f"{CASE}+fill:real"])
     code, out, _ = cli("check", str(tmp_path))
     assert code == 0
     assert "passed: 2 of 2 cases ran (2 passed)" in out
+    cli("run", "--case", CASE, "--out", str(tmp_path))
+    assert list((tmp_path / "traces").iterdir()) == [], (
+        "traces of the earlier run stay beside a report without them"
+    )
 
 
 def test_only_traces_that_did_not_pass_are_kept_by_default(cli: Cli, tmp_path: Path) -> None:
     code, _, _ = cli("run", "--case", CASE, "--case", f"{CASE}+@triple", "--out", str(tmp_path / "a"))
     assert code == 10
-    assert [p.stem for p in (tmp_path / "a").glob("*.safetensors")] == [f"{CASE}+@triple"]
+    assert [p.stem for p in (tmp_path / "a" / "traces").iterdir()] == [f"{CASE}+@triple"]
     options = ["--fault", "duplicates-dropped", "--out", str(tmp_path / "b"), "--shrink-seconds", "0"]
     code, out, _ = cli("run", "--case", "genB+R2+E4+K4+S3+H8+I8", *options)
     assert code == 1
@@ -121,7 +125,7 @@ def test_only_traces_that_did_not_pass_are_kept_by_default(cli: Cli, tmp_path: P
 
 def test_damaged_trace_folder_is_a_usage_error(cli: Cli, tmp_path: Path) -> None:
     cli("run", "--case", CASE, "--out", str(tmp_path), "--keep", "all")
-    path = next(tmp_path.glob("*.safetensors"))
+    path = next((tmp_path / "traces").iterdir())
     path.write_bytes(path.read_bytes()[:-7])
     code, out, err = cli("check", str(tmp_path))
     assert (code, out) == (4, "")
