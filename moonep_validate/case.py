@@ -67,12 +67,40 @@ VOCABULARY: dict[str, Word] = {
     "zipf": Word("routing", "zipf:EXPONENT", "expert popularity falls as rank**-EXPONENT", (float,)),
     "all_remote": Word("routing", "all_remote", "no token is routed to an expert of its own rank"),
     "table": Word("routing", "table:ID,ID,...", "R*S*K expert ids, in order of rank, token, k", None),
+    "balanced": Word("routing", "balanced", "the experts of each rank get exactly S*K routes: nothing moves"),
+    "hot_rank": Word("routing", "hot_rank:RANK", "all routes go to experts of RANK, equally likely", (int,)),
+    "all_local": Word("routing", "all_local", "each token is routed to experts of its own rank only"),
+    "round_robin": Word("routing", "round_robin", "the routes go to experts 0, 1, 2, ... in turn"),
+    "lognormal": Word("routing", "lognormal:SIGMA", "expert popularity is exp(SIGMA * normal)", (float,)),
+    "maxvio": Word(
+        "routing", "maxvio:VALUE", "log-normal; largest expert load / mean load - 1 is VALUE", (float,)
+    ),
+    "per_rank": Word("routing", "per_rank", "log-normal with other popular experts on each rank"),
+    "empty_experts": Word(
+        "routing", "empty_experts:COUNT", "uniform, but COUNT experts get no real token", (int,)
+    ),
+    "repeated": Word("routing", "repeated", "all K routes of a token go to one expert"),
+    "ties": Word("routing", "ties", "the loads of all experts are equal, or differ by one where they cannot be"),
+    "chain": Word("routing", "chain", "one rank starves: donors give more than they can spare and receive too"),
+    "overflow": Word(
+        "routing", "overflow", "as chain, and a rank needs several remote experts (slots1 overflows)"
+    ),
     "ints": Word("fill", "fill:ints", "every sum is exact, so each wrong row is a bit difference"),
     "real": Word("fill", "fill:real", "normal-like values, judged by derived bounds"),
+    "ulp": Word("fill", "fill:ulp", "random mantissas in one binade, so that rounding points show"),
+    "cancel": Word("fill", "fill:cancel", "+-2**30 and 1, so that the order of sums shows; for combine_only"),
     "moe": Word("model", "moe", "routed experts with SiLU-gated FFNs, no router and no shared expert"),
     "bf16": Word("format", "bf16", "BF16 expert weights"),
     "base": Word("scenario", "base", "one forward pass, all undefined memory poisoned with NaN"),
     "two_poisons": Word("scenario", "two_poisons", "two passes with different poisons must agree bit for bit"),
+    "marked_slots": Word("scenario", "marked_slots", "slots change sign after prefetch; their rows must follow"),
+    "variants": Word("scenario", "variants", "repeat, async, zero-copy, replays: each equals the base step"),
+    "combine_only": Word("scenario", "combine_only", "combine of injected rows, on copies and on a view"),
+    "dispatch_only": Word("scenario", "dispatch_only", "dispatch of random bit patterns, NaN payloads among them"),
+    "packed": Word("scenario", "packed", "prefetch of uint8 weights with scales"),
+    "grads": Word("scenario", "grads", "gradients of redundant experts come home"),
+    "life": Word("scenario", "life", "recreate, two Buffers, two layers on the same slots, destroy"),
+    "refusals": Word("scenario", "refusals", "bad input that every build must refuse"),
     "slot_used": Word("witness", "@slot_used", "a redundant expert slot holds rows"),
     "two_slots": Word("witness", "@two_slots", "one rank uses two slots"),
     "duplicate": Word("witness", "@duplicate", "a token has two rows on one rank"),
@@ -80,6 +108,14 @@ VOCABULARY: dict[str, Word] = {
     "padding": Word("witness", "@padding", "a group ends in padding rows"),
     "empty_expert": Word("witness", "@empty_expert", "an expert receives no token"),
     "empty_rank": Word("witness", "@empty_rank", "a rank contributes no real token"),
+    "remote_read": Word("witness", "@remote_read", "generation A: an expert without slot is read remotely"),
+    "empty_plan": Word("witness", "@empty_plan", "no expert moves, and no slot is used"),
+    "full_plan": Word("witness", "@full_plan", "a rank uses every slot it has"),
+    "odd_bits": Word("witness", "@odd_bits", "a NaN payload and a -0.0 travel"),
+    "order_visible": Word("witness", "@order_visible", "another order of summation gives another combine"),
+    "rounding_visible": Word(
+        "witness", "@rounding_visible", "leaving out the rounding per rank gives another combine"
+    ),
     "donor_receiver": Word("witness", "@donor_receiver", "a rank gives rows away and receives others"),
 }
 
@@ -234,13 +270,40 @@ def _check_rest(case: Case) -> None:
                 0 <= count <= case.S,
                 f"tokens: rank {rank} has {count}, a rank dispatches 0 to S={case.S}; raise S or lower the count",
             )
+    _require(
+        case.fill.name != "cancel" or case.scenario.name == "combine_only",
+        "fill:cancel is for injected rows and needs the scenario combine_only",
+    )
+    _require(
+        case.scenario.name != "grads" or case.slots is None,
+        f"grads with slots{case.slots}: training needs E/R={case.experts_per_rank} slots; leave slots out",
+    )
+    _check_routing_argument(case)
+    _check_routing_geometry(case)
+
+
+def _check_routing_argument(case: Case) -> None:
+    """The limits of the arguments of a routing."""
     name, args = case.routing.name, case.routing.args
-    if name == "zipf":
-        _require(0 <= float(args[0]) <= 100, f"zipf exponent {args[0]}: must be 0 to 100")
+    if name in ("zipf", "lognormal"):
+        what = "exponent" if name == "zipf" else "sigma"
+        _require(0 <= float(args[0]) <= 100, f"{name} {what} {args[0]}: must be 0 to 100")
+    if name == "maxvio":
+        limit = case.E * -(-case.K // case.E) / case.K - 1
+        _require(
+            0 <= float(args[0]) <= limit,
+            f"maxvio {args[0]}: must be 0 to {limit:g}, where every token takes the same of E={case.E} experts; "
+            "lower it or raise E/K",
+        )
     if name == "hot":
         _check_ids([int(args[0])], case.E, "hot")
-    if name == "all_remote":
-        _require(case.R >= 2, "all_remote needs R >= 2: with one rank every expert is local")
+    if name == "hot_rank":
+        _require(0 <= int(args[0]) < case.R, f"hot_rank: rank {args[0]} is outside 0..{case.R - 1}; raise R")
+    if name == "empty_experts":
+        _require(
+            1 <= int(args[0]) < case.E,
+            f"empty_experts: {args[0]} experts, must be 1 to E-1={case.E - 1}, so that one expert is left",
+        )
     if name == "table":
         need = case.R * case.S * case.K
         _require(
@@ -248,6 +311,28 @@ def _check_rest(case: Case) -> None:
             f"table has {len(args)} ids, R*S*K = {case.R}*{case.S}*{case.K} = {need} are needed",
         )
         _check_ids([int(arg) for arg in args], case.E, "table")
+
+
+def _check_routing_geometry(case: Case) -> None:
+    """The sizes without which a routing cannot be what its name says."""
+    name = case.routing.name
+    if name == "all_remote":
+        _require(case.R >= 2, "all_remote needs R >= 2: with one rank every expert is local")
+    if name == "chain":
+        _require(case.R >= 3, f"chain needs R >= 3, not R={case.R}: a donor, a receiver and a rank that is both")
+        routes = max(map(case.token_count, range(case.R))) * case.K
+        _require(routes >= 2, f"chain needs a rank with 2 real routes, not {routes}; raise S, K or tokens")
+    if name == "overflow":
+        per_rank, need = case.experts_per_rank, case.S * case.K
+        _require(
+            case.R >= 2 and per_rank >= 2, f"overflow needs R >= 2 and E/R >= 2, not R={case.R} and E/R={per_rank}"
+        )
+        busiest = -(-case.R * need // ((case.R - 1) * per_rank))
+        _require(
+            busiest < need,
+            f"overflow: one expert has {busiest} rows, as many as the S*K={need} that a rank receives, "
+            f"so one slot would do; raise E (now E/R={per_rank}), R or S",
+        )
 
 
 def _check_ids(ids: Sequence[int], num_experts: int, where: str) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from moonep_validate import __version__
 from moonep_validate.case import VOCABULARY, Case, CaseError
-from moonep_validate.profiles import PROFILES, profile
+from moonep_validate.profiles import PROFILES, for_generations, profile
 
 if TYPE_CHECKING:
     from moonep_validate.engine import Job
@@ -45,14 +45,25 @@ CaseOption = Annotated[list[str] | None, typer.Option("--case", help="A case lin
 FaultOption = Annotated[
     list[str] | None, typer.Option("--fault", help="Seed a fault, e.g. slot-not-filled:rank=1.")
 ]
-DeadlineOption = Annotated[float, typer.Option(min=0.1, help="Seconds a rank may run between two collectives.")]
+DeadlineOption = Annotated[float, typer.Option(min=0.1, help="Seconds a rank may run without a sign of life.")]
+ModuleOption = Annotated[
+    str | None, typer.Option(help="Importable module with MoonEP's Buffer; else the reference.")
+]
+ApiOption = Annotated[str | None, typer.Option(help="API generation A or B, where signatures do not tell.")]
+PolicyOption = Annotated[
+    str | None, typer.Option(help="upstream: also gate on upstream's exact plan and rounding; legal.")
+]
+RelaxedOption = Annotated[bool, typer.Option("--relaxed", help="Also run cases that real hardware refuses.")]
 
 
 @app.command()
 def run(
     case: CaseOption = None,
     profile_name: Annotated[str, typer.Option("--profile", help=f"Case list: {', '.join(PROFILES)}.")] = "default",
-    subject: Annotated[str, typer.Option(help="What is judged.")] = "reference",
+    moonep_module: ModuleOption = None,
+    api: ApiOption = None,
+    policy: PolicyOption = None,
+    relaxed: RelaxedOption = False,
     fault: FaultOption = None,
     deadline: DeadlineOption = 30.0,
     out: Annotated[Path | None, typer.Option(help="Folder for report.json and traces.")] = None,
@@ -62,8 +73,10 @@ def run(
     shrink_seconds: Annotated[float, typer.Option(help="Time to shrink the first failure; 0 to leave it.")] = 10.0,
 ) -> None:
     """Judge a subject on a profile, or on the cases given."""
-    cases = [Case.parse(text) for text in case] if case else profile(profile_name)
-    job = _job(subject, fault, deadline)
+    lines = [Case.parse(text) for text in case or ()]
+    listed = profile(profile_name)
+    job = _job(moonep_module, api, policy, relaxed, fault, deadline)
+    cases = lines or for_generations(listed, (job.generation,) if job.generation else ("A", "B"))
     _one_of("--keep", keep, ("failed", "all", "none"))
     folder = _folder(out) if out else None
     from moonep_validate.engine import run_case
@@ -81,7 +94,7 @@ def run(
 @app.command()
 def check(folder: Annotated[Path, typer.Argument(help="A folder that `run --out` wrote.")]) -> None:
     """Judge recorded traces again, without running anything."""
-    from moonep_validate.engine import Job, judge
+    from moonep_validate.engine import judge
     from moonep_validate.report.files import load_traces
 
     traces = {str(trace.case): trace for trace in load_traces(folder)}
@@ -89,21 +102,23 @@ def check(folder: Annotated[Path, typer.Argument(help="A folder that `run --out`
     def judge_recorded(one: Case) -> tuple[Trace, Verdict]:
         return traces[str(one)], judge(traces[str(one)])
 
-    first = next(iter(traces.values()))
     cases = [trace.case for trace in traces.values()]
-    _finish(_judge_all(cases, judge_recorded, Job(first.subject), f"recorded traces of {folder}", None, 0.0))
+    _finish(_judge_all(cases, judge_recorded, None, f"recorded traces of {folder}", None, 0.0))
 
 
 @app.command()
 def shrink(
     case: Annotated[str, typer.Option("--case", help="A failing case line.")],
-    subject: Annotated[str, typer.Option(help="What is judged.")] = "reference",
+    moonep_module: ModuleOption = None,
+    api: ApiOption = None,
+    policy: PolicyOption = None,
+    relaxed: RelaxedOption = False,
     fault: FaultOption = None,
     deadline: DeadlineOption = 30.0,
     seconds: Annotated[float, typer.Option(min=1.0, help="Budget.")] = 60.0,
 ) -> None:
     """Find the smallest case that fails in the same way."""
-    job, whole = _job(subject, fault, deadline), Case.parse(case)
+    job, whole = _job(moonep_module, api, policy, relaxed, fault, deadline), Case.parse(case)
     from moonep_validate.engine import run_case
     from moonep_validate.shrink import shrink as shrink_case
 
@@ -237,10 +252,20 @@ def _other(error: Exception) -> int:
     return INTERNAL
 
 
-def _job(subject: str, faults: list[str] | None, deadline: float) -> Job:
+def _job(
+    module: str | None,
+    api: str | None,
+    policy: str | None,
+    relaxed: bool,
+    faults: list[str] | None,
+    deadline: float,
+) -> Job:
     from moonep_validate.engine import make_job
 
-    return make_job(subject, faults or (), deadline)
+    for option, value, known in (("--api", api, ("A", "B")), ("--policy", policy, ("upstream", "legal"))):
+        if value is not None:
+            _one_of(option, value, known)
+    return make_job(module, api, policy, relaxed, faults or (), deadline)
 
 
 def _one_of(option: str, value: str, known: Iterable[str]) -> None:
@@ -277,7 +302,7 @@ def _case_plan(case: Case) -> Any:
 def _judge_all(
     cases: list[Case],
     one_case: Any,
-    job: Job,
+    job: Job | None,
     title: str,
     folder: OutputFolder | None,
     shrink_seconds: float,
@@ -285,34 +310,31 @@ def _judge_all(
     """Loop over cases with a live display; Ctrl-C keeps what is known."""
     from moonep_validate.report import terminal
     from moonep_validate.report.summary import Summary
-    from moonep_validate.subjects import SUBJECTS
 
-    subject = SUBJECTS[job.subject]
-    _out.print(f"[bold]moonep-validate {__version__}[/bold]: {title}, subject {subject.name}", highlight=False)
-    summary, start, evidence = Summary(len(cases)), time.monotonic(), False
+    _out.print(f"[bold]moonep-validate {__version__}[/bold]: {title}", highlight=False)
+    summary, start, trace = Summary(len(cases)), time.monotonic(), None
     try:
         with terminal.progress_bar(_out) as progress:
             task = progress.add_task("", total=len(cases))
             for one in cases:
                 progress.update(task, description=str(one))
-                trace, verdict = one_case(one)
-                if not evidence:
-                    terminal.show_evidence(progress.console, trace.parts)
-                    evidence = True
+                first, (trace, verdict) = trace is None, one_case(one)
+                if first:
+                    terminal.show_evidence(progress.console, trace)
                 summary.verdicts.append(verdict)
                 progress.advance(task)
                 if folder:
-                    folder.write_report(summary, job.subject)
-                if not verdict.ok:
+                    folder.write_report(summary, trace.subject)
+                if not verdict.ok and verdict.status != "not_run":
                     terminal.show_problem(progress.console, verdict)
-        if shrink_seconds:
+        if shrink_seconds and job:
             _show_smallest(summary, job, shrink_seconds)
     except KeyboardInterrupt:
         summary.interrupted = True
         if folder:
-            folder.write_report(summary, job.subject)
+            folder.write_report(summary, trace.subject if trace else "")
     terminal.show_table(_out, summary)
-    terminal.show_verdict(_out, summary, subject.proves, subject.leaves_open, time.monotonic() - start)
+    terminal.show_verdict(_out, summary, trace, time.monotonic() - start)
     return summary
 
 

@@ -1,30 +1,34 @@
 """The pipeline: record a case on a subject, judge the trace. Nothing else runs cases.
 
-``run_case`` joins the two; the CLI, pytest, the shrinker and the benchmark are loops over it.
+``run_case`` joins the two; the CLI, pytest, the shrinker, search and the benchmark are loops over it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 from moonep_validate.case import Case, CaseError, Spec
 from moonep_validate.checks import CHECKS, Check, run_check
-from moonep_validate.contract import Layout
+from moonep_validate.checks.relations import relation_results
 from moonep_validate.facts import Missing, Step
 from moonep_validate.faults import Seams, parse_fault
 from moonep_validate.rig import Rig
 from moonep_validate.scenarios import SCENARIOS
-from moonep_validate.subjects import SUBJECTS
-from moonep_validate.trace import Call, Recorder, Relation, Trace, described
-from moonep_validate.verdict import NO_CHECK, Finding, Result, Verdict
+from moonep_validate.subjects import REFERENCE, Subject, module_subject
+from moonep_validate.subjects.probe import probe
+from moonep_validate.trace import Call, Part, Recorder, Relation, Trace, described
+from moonep_validate.verdict import NO_CHECK, STAGES, Finding, Result, Verdict
 from moonep_validate.witnesses import count_witnesses, vacuous_reasons
-from moonep_validate.worlds import threads
+from moonep_validate.worlds import processes, threads
 from moonep_validate.worlds.comm import Comm
 
 #: What check F1 promises; it needs no comparison and so no entry in ``CHECKS``.
 RETURNS = "Every call returns on every rank"
-_STAGE_OF_OP = {"open": "life", "close": "life", "load": "life"}
+_NO_STEP = ("open", "close", "load")
 
 
 @dataclass(frozen=True)
@@ -32,46 +36,121 @@ class Job:
     """Where and on whom a case runs; the case says what.
 
     Attributes:
-        subject: a name of ``SUBJECTS``.
+        module: an importable module with MoonEP's ``Buffer``; None is the embedded reference.
+        generation, part: what the module is, from probe.py.
+        relaxed: run cases on the module that real hardware refuses.
         faults: seeded faults.
-        deadline: seconds that a rank may run between two collectives.
+        deadline: seconds that a rank may run without a sign of life.
+        options: the command-line options beside ``--case`` and ``--fault`` that lead to this job.
     """
 
-    subject: str = "reference"
+    module: str | None = None
+    generation: str | None = None
+    part: Part | None = None
+    relaxed: bool = False
     faults: tuple[Spec, ...] = ()
     deadline: float = 30.0
+    options: str = ""
 
     @property
     def reproducer(self) -> str:
         """The command-line options that differ from the defaults."""
-        options = [f"--fault {fault}" for fault in self.faults]
-        if self.subject != Job.subject:
-            options.append(f"--subject {self.subject}")
-        return " ".join(options)
+        return " ".join([self.options, *(f"--fault {fault}" for fault in self.faults)]).strip()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of the worker processes."""
+        return {"MOONEP_VALIDATE_RELAXED": "1"} if self.relaxed else {}
+
+    def to_json(self) -> dict[str, Any]:
+        """The job as JSON data."""
+        return {**asdict(self), "faults": [str(fault) for fault in self.faults]}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Job:
+        """Read ``to_json``."""
+        part = Part.from_json(data["part"]) if data["part"] else None
+        return cls(**{**data, "part": part, "faults": tuple(Spec.parse(fault) for fault in data["faults"])})
 
 
-def make_job(subject: str, faults: Sequence[str], deadline: float) -> Job:
-    """A job from command-line text.
+def make_job(
+    module: str | None = None,
+    api: str | None = None,
+    policy: str | None = None,
+    relaxed: bool = False,
+    faults: Sequence[str] = (),
+    deadline: float = 30.0,
+) -> Job:
+    """A job from command-line text; asks a module what it is.
 
     Raises:
-        CaseError: for an unknown subject or fault.
+        CaseError: for an unknown fault, or a module that cannot be judged.
     """
-    if subject not in SUBJECTS:
-        raise CaseError(f"unknown subject {subject!r}; known: {', '.join(SUBJECTS)}")
-    return Job(subject, tuple(parse_fault(text) for text in faults), deadline)
+    parsed = tuple(parse_fault(text) for text in faults)
+    if module is None:
+        if api or policy or relaxed:
+            raise CaseError("--api, --policy and --relaxed go with --moonep-module")
+        return Job(faults=parsed, deadline=deadline)
+    given = {"moonep-module": module, "api": api, "policy": policy}
+    options = " ".join(f"--{name} {value}" for name, value in given.items() if value)
+    job = Job(module, relaxed=relaxed, faults=parsed, deadline=deadline, options=options + " --relaxed" * relaxed)
+    generation, part = probe(module, api, policy, job.environment)
+    return replace(job, generation=generation, part=part)
+
+
+@lru_cache(maxsize=8)
+def _module_subject(module: str, generation: str, part: Part, relaxed: bool) -> Subject:
+    return module_subject(module, generation, part, relaxed)
+
+
+def subject_of(job: Job) -> Subject:
+    """The subject of a job."""
+    if job.module is None:
+        return REFERENCE
+    assert job.generation is not None
+    assert job.part is not None
+    return _module_subject(job.module, job.generation, job.part, job.relaxed)
+
+
+def open_trace(job: Job, case: Case) -> Trace:
+    """An empty trace of a job."""
+    subject = subject_of(job)
+    return Trace(
+        case,
+        subject.name,
+        [],
+        dict(subject.parts),
+        proves=subject.proves,
+        leaves_open=subject.leaves_open,
+        reproducer=job.reproducer,
+    )
 
 
 def record(job: Job, case: Case) -> Trace:
     """Run a case on all ranks and note what happened.
 
-    A rank that raises or hangs is data in the trace, never an exception here.
+    A rank that raises, hangs or ends is data in the trace, never an exception here.
     """
-    subject = SUBJECTS[job.subject]
-    trace = Trace(case, subject.name, [[] for _ in range(case.R)], dict(subject.parts), reproducer=job.reproducer)
+    trace, subject = open_trace(job, case), subject_of(job)
+    trace.calls = [[] for _ in range(case.R)]
     if reason := subject.supports(case):
         trace.not_run = reason
-        return trace
-    Layout.of(case)
+    elif subject.world == "threads":
+        _record_in_threads(job, case, trace)
+    else:
+        _record_in_processes(job, case, trace)
+    return trace
+
+
+def rank_main(job: Job, case: Case, comm: Comm, recorder: Recorder) -> list[Relation]:
+    """The only function that runs on a rank; returns the relations that the scenario promises."""
+    seams = Seams(job.faults, comm.rank)
+    rig = Rig(case, comm, recorder, seams, subject_of(job).open)
+    SCENARIOS[case.scenario.name](rig)
+    return rig.relations
+
+
+def _record_in_threads(job: Job, case: Case, trace: Trace) -> None:
     recorders = [Recorder() for _ in range(case.R)]
     relations: list[list[Relation]] = [[] for _ in range(case.R)]
 
@@ -88,15 +167,44 @@ def record(job: Job, case: Case) -> Trace:
             error = described(outcome.error)
             if not error["peer"]:
                 trace.errors.append(f"rank {rank}: {error['type']}: {error['message']} ({error['where']})")
-    return trace
 
 
-def rank_main(job: Job, case: Case, comm: Comm, recorder: Recorder) -> list[Relation]:
-    """The only function that runs on a rank; returns the relations that the scenario promises."""
-    seams = Seams(job.faults, comm.rank)
-    rig = Rig(case, comm, recorder, seams, SUBJECTS[job.subject].open)
-    SCENARIOS[case.scenario.name](rig)
-    return rig.relations
+def _record_in_processes(job: Job, case: Case, trace: Trace) -> None:
+    request = json.dumps({"job": job.to_json(), "case": str(case)}).encode()
+    try:
+        replies = processes.pool(case.R, job.environment).run(request, job.deadline)
+    except (OSError, RuntimeError) as error:
+        trace.errors.append(f"the worker processes could not run this case: {error}")
+        return
+    for rank, reply in enumerate(replies):
+        if reply.data is not None:
+            part = Trace.from_bytes(reply.data[1:], f"the answer of rank {rank}")
+            trace.calls[rank], trace.relations = part.calls[0], part.relations or trace.relations
+            trace.errors += [f"rank {rank}: {error}" for error in part.errors]
+        else:
+            trace.calls[rank] = _calls_of_lost_rank(rank, reply, trace, job.deadline)
+
+
+def _calls_of_lost_rank(rank: int, reply: processes.Reply, trace: Trace, deadline: float) -> list[Call]:
+    """What is known of a rank that sent no data: the calls it entered, and why the last one has no end."""
+    calls = [Call(step, op, done=done) for step, op, done in reply.phases]
+    stuck = reply.stack is not None and not processes.in_collective(reply.stack)
+    if stuck:
+        trace.hung.append({"rank": rank, "stack": reply.stack, "deadline": deadline})
+    last = next((call for call in reversed(calls) if not call.done), None)
+    if last is None:
+        trace.errors.append(f"rank {rank} sent nothing back (exit code {reply.ended})")
+    elif not stuck:
+        own = reply.ended is not None
+        message = (
+            f"the process ended with exit code {reply.ended}" if own else "stopped while waiting for its peers"
+        )
+        for call in calls:
+            if not call.done:
+                call.done = True
+                kind = "ProcessEnded" if own else "PeerFailed"
+                call.error = {"type": kind, "message": message, "where": "outside Python", "peer": not own}
+    return calls
 
 
 def judge(trace: Trace, checks: Sequence[Check] | None = None) -> Verdict:
@@ -107,15 +215,15 @@ def judge(trace: Trace, checks: Sequence[Check] | None = None) -> Verdict:
         checks: which checks to run, all by default.
     """
     if trace.not_run:
-        neutral = Result(NO_CHECK, "life", "-", "not_run", "none", reason=trace.not_run)
+        neutral = Result(NO_CHECK, STAGES[0], "-", "not_run", "none", reason=trace.not_run)
         return Verdict(trace.case, trace.parts, [neutral], reproducer=trace.reproducer)
     results = []
     for name in trace.steps():
         step = Step(trace, name)
         results += _returns(trace, step)
-        if "layer" in step.ops():
-            applicable = CHECKS.values() if checks is None else checks
-            results += [run_check(c, step, trace) for c in applicable if c.kind != "relation" or step.relations()]
+        if any(op not in _NO_STEP for op in step.ops()):
+            results += [run_check(c, step, trace) for c in (CHECKS.values() if checks is None else checks)]
+            results += relation_results(step, trace)
     counts = count_witnesses(trace)
     return Verdict(
         case=trace.case,
@@ -144,7 +252,7 @@ def _returns(trace: Trace, step: Step) -> list[Result]:
     for op in step.ops():
         if op == "layer":
             continue
-        stage = _STAGE_OF_OP.get(op, op)
+        stage = op if op in STAGES else "life"
         calls = [
             (rank, call)
             for rank, calls in enumerate(trace.calls)

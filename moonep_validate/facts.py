@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +16,16 @@ from torch import Tensor
 
 from moonep_validate.case import Case
 from moonep_validate.contract import Bools, Ints, Layout
+from moonep_validate.oracle.plan import Plan
 from moonep_validate.trace import Call, Relation, Trace
 
 
 class Missing(LookupError):
-    """A tap that this step does not have."""
+    """A tap that this step should have and has not."""
+
+
+class Absent(Missing):
+    """A tap of an operation that no rank called in this step: what needs it does not apply."""
 
 
 class Step:
@@ -34,21 +40,39 @@ class Step:
         self.trace, self.name = trace, name
         self.case: Case = trace.case
         self.layout = Layout.of(trace.case)
+        self.oracle_plan: Plan | None = None  # filled by the first check that asks
         self._calls: list[Mapping[str, Call]] = [
             {call.op: call for call in calls if call.step == name} for calls in trace.calls
         ]
-        self._load: list[Call | None] = [next((c for c in calls if c.op == "load"), None) for calls in trace.calls]
 
     def call(self, op: str, rank: int) -> Call:
-        """One rank's call of this step."""
-        call = self._load[rank] if op == "load" else self._calls[rank].get(op)
+        """One rank's call of this step; ``load`` is the one of the layer that the step used."""
+        call = self._load(rank) if op == "load" else self._calls[rank].get(op)
         if call is None:
-            raise Missing(f"rank {rank} made no {op} call in step {self.name!r}")
+            kind = Missing if op in self.ops() else Absent
+            raise kind(f"rank {rank} made no {op} call in step {self.name!r}")
         return call
+
+    def _load(self, rank: int) -> Call | None:
+        layer = self.call("layer", rank).info.get("layer", 0)
+        loads = [call for call in self.trace.calls[rank] if call.op == "load" and call.info.get("layer") == layer]
+        return loads[0] if loads else None
+
+    def calls(self, op: str) -> list[Call]:
+        """The calls of all ranks, in rank order."""
+        return [self.call(op, rank) for rank in range(self.case.R)]
+
+    def info(self, op: str, key: str, default: Any = None) -> Any:
+        """JSON data of rank 0's call; the scenario is the same on every rank."""
+        return self.call(op, 0).info.get(key, default)
 
     def ops(self) -> list[str]:
         """Operations that any rank called in this step."""
         return list(dict.fromkeys(op for calls in self._calls for op in calls))
+
+    def has(self, op: str, name: str) -> bool:
+        """Whether every rank recorded a tensor."""
+        return all(name in calls[op].tensors if op in calls else False for calls in self._calls)
 
     def tap(self, op: str, name: str) -> Tensor:
         """One recorded tensor of all ranks: ``[R, ...]``.
@@ -117,10 +141,15 @@ class Step:
         return self.ints("dispatch", "cu_seqlens")
 
     @cached_property
+    def copies(self) -> Ints:
+        """``experts_to_copy`` as each rank sees its own slots: ``[R, slots]``."""
+        everybody = self.ints("dispatch", "experts_to_copy")
+        return everybody[np.arange(self.case.R), np.arange(self.case.R)]
+
+    @cached_property
     def group_expert(self) -> Ints:
         """Expert of each group, -1 for an unused slot: ``[R, G]``."""
-        etc = self.ints("dispatch", "experts_to_copy")
-        return self.layout.group_experts(etc[np.arange(self.case.R), np.arange(self.case.R)])
+        return self.layout.group_experts(self.copies)
 
     @cached_property
     def row_group(self) -> Ints:
@@ -135,12 +164,46 @@ class Step:
         return np.take_along_axis(np.concatenate([self.group_expert, none], axis=1), self.row_group, axis=1)
 
     @cached_property
+    def in_group(self) -> Bools:
+        """Whether each row lies inside a group: ``[R, NvS]``; the rows after the last group are undefined."""
+        inside: Bools = self.row_group < self.cu_seqlens.shape[1]
+        return inside
+
+    @cached_property
     def row_route(self) -> Ints:
         """Route ``(rank * S + token) * K + k`` that occupies each row: ``[R, NvS]``, -1 for none."""
         routes = np.full((self.case.R, self.num_rows), -1)
         inside = self.in_range
         routes[self.rank_of[inside], self.row_of[inside]] = np.flatnonzero(inside)
         return routes
+
+    @cached_property
+    def group_rows(self) -> Ints:
+        """Routes whose row lies in each group: ``[R, G]``."""
+        groups = self.cu_seqlens.shape[1]
+        rank, row = self.rank_of[self.in_range], self.row_of[self.in_range]
+        flat = rank * (groups + 1) + self.row_group[rank, row]
+        return np.bincount(flat, minlength=self.case.R * (groups + 1)).reshape(self.case.R, -1)[:, :groups]
+
+    @cached_property
+    def alloc(self) -> Ints:
+        """Routes of each expert that each rank computes: ``[E, R]``."""
+        flat = (self.topk * self.case.R + self.rank_of)[self.in_range]
+        return np.bincount(flat, minlength=self.case.E * self.case.R).reshape(self.case.E, self.case.R)
+
+    @cached_property
+    def is_duplicate(self) -> Bools:
+        """Whether an earlier k of the same token goes to the same rank: ``[R, S, K]``."""
+        same = self.rank_of[..., :, None] == self.rank_of[..., None, :]
+        duplicate: Bools = np.tril(same, -1).any(axis=-1)
+        return duplicate
+
+    @cached_property
+    def in_slot(self) -> Bools:
+        """Whether each route is computed from a redundant slot: ``[R, S, K]``."""
+        rank = np.where(self.in_range, self.rank_of, 0)
+        inside: Bools = self.row_group[rank, self.row_of] >= self.layout.num_home_groups
+        return inside
 
     def route_place(self, route: int) -> dict[str, int]:
         """Where a route comes from and goes to, for findings."""

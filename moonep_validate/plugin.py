@@ -16,7 +16,7 @@ import pytest
 
 from moonep_validate import __version__
 from moonep_validate.case import Case, CaseError
-from moonep_validate.profiles import PROFILES, profile
+from moonep_validate.profiles import PROFILES, for_generations, profile
 
 if TYPE_CHECKING:
     from moonep_validate.engine import Job
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _LEVEL = "moonep_level"
 _COMMAND = "moonep_command"
 _CASES = pytest.StashKey[list[Case]]()
+_JOB: pytest.StashKey[Job] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,7 +34,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add = group.addoption
     add("--moonep-profile", default="default", help=f"case list: {', '.join(PROFILES)}")
     add("--moonep-case", action="append", default=[], help="a case line in place of the profile; repeatable")
-    add("--moonep-subject", default="reference", help="what is judged")
+    add("--moonep-module", help="importable module with MoonEP's Buffer; else the embedded reference is judged")
+    add("--moonep-api", choices=("A", "B"), help="API generation, where the signatures do not tell")
+    add(
+        "--moonep-policy",
+        choices=("upstream", "legal"),
+        help="upstream: gate on upstream's exact plan and rounding",
+    )
+    add("--moonep-relaxed", action="store_true", help="also run cases that real hardware refuses")
     add("--moonep-fault", action="append", default=[], help="seed a fault; repeatable")
     add("--moonep-deadline", type=float, default=30.0, help="seconds a rank may run between collectives")
 
@@ -42,10 +50,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Read the options now, so that a typo is a usage error and not a failing test."""
     option = config.getoption
     try:
-        cases = [Case.parse(line) for line in option("--moonep-case")] or profile(option("--moonep-profile"))
-        config.stash[_CASES] = cases
-        if option("--moonep-fault") or option("--moonep-subject") != "reference":
-            _job(config)
+        cases = [Case.parse(line) for line in option("--moonep-case")]
+        listed = profile(option("--moonep-profile"))
+        generations: tuple[str, ...] = ("A", "B")
+        if option("--moonep-fault") or option("--moonep-module"):
+            generation = _job(config).generation
+            generations = (generation,) if generation else generations
+        config.stash[_CASES] = cases or for_generations(listed, generations)
     except CaseError as error:
         raise pytest.UsageError(str(error)) from None
 
@@ -53,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     """Version and subject."""
     faults = "".join(f", fault {fault}" for fault in config.getoption("--moonep-fault"))
-    return f"moonep-validate: {__version__}, subject {config.getoption('--moonep-subject')}{faults}"
+    return f"moonep-validate: {__version__}, subject {config.getoption('--moonep-module') or 'reference'}{faults}"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -91,7 +102,17 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def _job(config: pytest.Config) -> Job:
+    """The job of this session; a module is asked only once what it is."""
     from moonep_validate.engine import make_job
 
-    option = config.getoption
-    return make_job(option("--moonep-subject"), option("--moonep-fault"), option("--moonep-deadline"))
+    if _JOB not in config.stash:
+        option = config.getoption
+        config.stash[_JOB] = make_job(
+            option("--moonep-module"),
+            option("--moonep-api"),
+            option("--moonep-policy"),
+            option("--moonep-relaxed"),
+            option("--moonep-fault"),
+            option("--moonep-deadline"),
+        )
+    return config.stash[_JOB]

@@ -9,18 +9,24 @@
     About 15% of the gate rows are zero, so that zero is seen as well. All weights are E2M1 * 2**k.
 ``real``
     Normal-like values, scaled so that activations stay near 1; judged by bounds (oracle/bounds.py).
+``ulp``
+    Tokens and injected rows of one binade with random mantissas, so that every rounding point shows.
+``cancel``
+    Injected rows of +-2**30 and 1, so that the order of a sum shows; needs three or more rows of a token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from moonep_validate import routing
 from moonep_validate.case import Case
+from moonep_validate.contract import Layout
 from moonep_validate.hashing import below, hashed, normal, unit
 
 PROJECTIONS = ("gate", "up", "down")
@@ -145,5 +151,90 @@ def _real_route_weights(case: Case, rank: int) -> Tensor:
     return weights / weights.sum(dim=1, keepdim=True)
 
 
-_HIDDEN = {"ints": _ints_hidden, "real": _real_hidden}
-_ROUTE_WEIGHTS = {"ints": _ints_route_weights, "real": _real_route_weights}
+def shifted(case: Case, rank: int) -> Batch:
+    """Other tokens with another routing: each id is the next expert's, hidden columns are rolled by one."""
+    tokens = batch(case, rank)
+    ids = ((tokens.topk_ids + 1) % case.E).to(torch.int32)
+    return Batch(tokens.hidden.roll(1, dims=1).contiguous(), ids, tokens.topk_weights)
+
+
+def random_bits(case: Case, rank: int) -> Batch:
+    """Tokens and route weights of random bit patterns: NaN payloads, infinities, -0.0 and denormals among them."""
+    tokens = batch(case, rank)
+    odd = torch.tensor([-0x8000, 0x7FC1, 0x7F81, -0x7F, 0x7F80, -0x80, 1], dtype=torch.int16)
+    noise = _token_hash("bits", case, rank, case.H)
+    hidden = torch.where(below(noise, 4) == 0, odd[below(noise >> 8, len(odd))], noise.to(torch.int16))
+    weights = _token_hash("weight bits", case, rank, case.K).to(torch.int32)
+    return Batch(hidden.view(torch.bfloat16), tokens.topk_ids, weights.view(torch.float32))
+
+
+def injected_rows(case: Case, rank: int, num_rows: int) -> Tensor:
+    """Rows for a stage that is tried alone: bf16 ``[num_rows, H]``, in the values of the fill."""
+    noise = hashed("injected", case.seed, rank, torch.arange(num_rows)[:, None], torch.arange(case.H))
+    return _INJECTED[case.fill.name](noise).to(torch.bfloat16)
+
+
+def projection_shapes(case: Case) -> dict[str, tuple[int, ...]]:
+    """Shape of one expert's matrices."""
+    return {"gate": (case.I, case.H), "up": (case.I, case.H), "down": (case.H, case.I)}
+
+
+def packed_weights(case: Case) -> dict[str, tuple[tuple[int, ...], Callable[[int], Tensor]]]:
+    """uint8 weights and scales of random bytes: name -> (shape of one expert, expert -> tensor).
+
+    Two 4-bit values a byte and one scale byte per 32 values, at sizes that hardware accepts: at least 128 bytes
+    a row and 16384 scale bytes an expert.
+    """
+    rows, columns = max(case.I, 128), max(case.H // 2, 128)
+    shapes = dict.fromkeys(PROJECTIONS, (rows, columns)) | {f"{name}_scale": (128, 128) for name in PROJECTIONS}
+    return {name: (shape, partial(_packed, name, case.seed, shape)) for name, shape in shapes.items()}
+
+
+def _packed(name: str, seed: int, shape: tuple[int, int], expert: int) -> Tensor:
+    noise = hashed(f"packed {name}", seed, expert, torch.arange(shape[0])[:, None], torch.arange(shape[1]))
+    return below(noise, 256).to(torch.uint8)
+
+
+def gradients(case: Case, rank: int, name: str, ones: bool) -> tuple[Tensor, Tensor]:
+    """float32 gradients of the owned experts ``[E/R, ...]`` and of this rank's slots ``[slots, ...]``.
+
+    Values of +-2**30 and 1 and small fractions, so that the order of the sum shows; or all ones, to count.
+    """
+    layout = Layout.of(case)
+    shape = projection_shapes(case)[name]
+    sizes = layout.experts_per_rank, layout.num_slots
+    if ones:
+        return torch.ones(sizes[0], *shape), torch.ones(sizes[1], *shape)
+    rows, columns = torch.arange(shape[0])[:, None], torch.arange(shape[1])
+    local, slots = (
+        _cancel(hashed(f"grad {kind} {name}", case.seed, rank, torch.arange(size)[:, None, None], rows, columns))
+        for kind, size in zip(("local", "slot"), sizes, strict=True)
+    )
+    return local, slots
+
+
+def _cancel(noise: Tensor) -> Tensor:
+    return torch.tensor([2.0**30, -(2.0**30), 1.0, 3.0])[below(noise, 4)]
+
+
+def _binade(noise: Tensor) -> Tensor:
+    return (1 + below(noise, 128).float() / 128) * _sign(noise >> 16)
+
+
+def _ulp_hidden(case: Case, rank: int) -> Tensor:
+    return _binade(_token_hash("hidden", case, rank, case.H))
+
+
+_HIDDEN = {"ints": _ints_hidden, "real": _real_hidden, "ulp": _ulp_hidden, "cancel": _real_hidden}
+_ROUTE_WEIGHTS = {
+    "ints": _ints_route_weights,
+    "real": _real_route_weights,
+    "ulp": _real_route_weights,
+    "cancel": _real_route_weights,
+}
+_INJECTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "ints": lambda noise: below(noise, 17).float() - 8,
+    "real": normal,
+    "ulp": _binade,
+    "cancel": _cancel,
+}

@@ -2,36 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from moonep_validate.case import Case, CaseError
 
 _DEFAULT = """
 genB+R4+E8+K2+S9+hot:5+@slot_used
 genB+R4+E8+K2+S9+pad4+fill:real+hot:5+@slot_used
 genB+R4+E16+K4+S17+@duplicate+@padding
-genB+R4+E16+K4+S17+fill:real+@duplicate
+genB+R4+E16+K4+S17+fill:ulp+zipf:1.0+@duplicate
 genB+R4+E16+K4+S17+pad1+zipf:1.0+@slot_used
 genB+R4+E16+K4+S17+zipf:3.0+@donor_receiver+@empty_expert
 genB+R4+E16+K4+S17+zipf:2.0+fill:real+@slot_used
-genB+R4+E16+K4+S17+all_remote+@duplicate
 genB+R4+E16+K4+S17+pad8+all_remote+fill:real+@duplicate
 genB+R4+E12+K8+S7+pad3+@triple
-genB+R4+E12+K8+S7+fill:real+@triple
-genB+R4+E12+K3+S11+pad3+hot:0+@slot_used
 genB+R4+E12+K3+S11+tokens:11,0,5,1+@empty_rank+@two_slots
-genB+R4+E12+K3+S11+tokens:11,0,5,1+zipf:1.0+fill:real+@empty_rank
+genB+R4+E12+K3+S11+tokens:0,10,1,11+zipf:1.0+fill:real+@empty_rank
 genB+R4+E32+K1+S13+@empty_expert
 genB+R4+E32+K6+S5+pad128+zipf:1.5+@slot_used
 genB+R4+E8+K2+S2+pad2+table:1,1,0,0,0,3,3,3,2,2,0,1,0,0,3,0+@donor_receiver+@duplicate+@two_slots
 genB+R4+E8+K2+S3+pad4+table:0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0+@slot_used+@duplicate
-genB+R4+E16+K4+S17+two_poisons+@padding
-genB+R4+E16+K4+S17+zipf:2.0+fill:real+two_poisons+@slot_used
 genB+R4+E8+K16+S6+zipf:1.0+@triple
 genB+R4+E16+K4+S17+H384+I256+zipf:1.0+fill:real+@slot_used
+genB+R4+E16+K6+S17+balanced+@duplicate+@empty_plan
+genB+R4+E16+K4+S17+hot_rank:2+@slot_used+@empty_expert
+genB+R4+E16+K4+S17+all_local+@triple+@empty_plan
+genB+R4+E12+K5+S7+round_robin+@slot_used+@donor_receiver
+genB+R4+E16+K4+S17+lognormal:1.5+@slot_used+@donor_receiver
+genB+R4+E16+K4+S17+maxvio:2.0+fill:real+@slot_used
+genB+R4+E16+K4+S17+per_rank+@slot_used
+genB+R4+E16+K4+S17+empty_experts:5+@empty_expert
+genB+R4+E16+K4+S17+repeated+@slot_used+@triple
+genB+R8+E32+K3+S9+ties+@slot_used
+genB+R4+E16+K4+S17+chain+@donor_receiver+@two_slots
+genB+R4+E16+K4+S17+overflow+@two_slots
+genB+R4+E4+K2+S9+pad4+hot:1+@full_plan
+genB+R4+E16+K4+S17+two_poisons+@padding
+genB+R4+E16+K4+S17+zipf:2.0+fill:real+two_poisons+@slot_used
+genB+R4+E16+K4+S17+hot:6+marked_slots+@slot_used
+genB+R4+E16+K4+S17+zipf:1.0+variants+@slot_used+@duplicate
+genB+R4+E16+K4+S9+fill:real+hot:3+variants+@slot_used
+genB+R4+E16+K8+S17+fill:ints+combine_only+@triple
+genB+R4+E16+K8+S17+fill:ulp+combine_only+@rounding_visible
+genB+R4+E12+K8+S8+fill:cancel+combine_only+@order_visible
+genB+R4+E16+K4+S17+zipf:1.0+dispatch_only+@odd_bits
+genB+R4+E16+K4+S17+hot:2+packed+@slot_used
+genB+R4+E16+K4+S17+chain+grads+@two_slots
+genB+R4+E8+K2+S9+hot:5+life+@slot_used
+genB+R4+E8+K2+S9+refusals
+genB+R2+E6+K2+S9+H64+pad4+zipf:1.0+@slot_used
 genB+R1+E4+K2+S9+pad4+@duplicate
-genB+R2+E6+K2+S9+pad4+zipf:1.0+@slot_used
 genB+R3+E12+K4+S8+pad4+zipf:1.0+fill:real+@slot_used
+genB+R2+E8+K32+S1+fill:real+@triple
 genB+R8+E64+K8+S16+zipf:1.2+@slot_used
 genB+R8+E64+K8+S16+fill:real+hot:9+@slot_used
+genB+R8+E896+K16+S8+pad128+lognormal:1.0+combine_only+@slot_used
+genB+R16+E896+K16+S8+pad128+lognormal:1.0+dispatch_only+@slot_used
+genA+R4+E16+K4+S17+slots1+overflow+@remote_read
+genA+R4+E16+K4+S17+slots1+pad8+fill:real+chain+@remote_read
+genA+R4+E16+K4+S17+slots2+overflow+variants+@remote_read
 """
 
 _SMOKE = """
@@ -41,7 +70,7 @@ genB+R4+E16+K4+S17+zipf:2.0+fill:real+@slot_used
 
 
 def profile(name: str) -> list[Case]:
-    """The cases of a profile.
+    """The cases of a profile, each in the generation that its line names.
 
     Raises:
         CaseError: for an unknown name.
@@ -49,6 +78,20 @@ def profile(name: str) -> list[Case]:
     if name not in PROFILES:
         raise CaseError(f"unknown profile {name!r}; known: {', '.join(PROFILES)}")
     return [Case.parse(line) for line in PROFILES[name].split()]
+
+
+def for_generations(cases: Sequence[Case], generations: Sequence[str]) -> list[Case]:
+    """The cases in every generation of a subject that they make sense in; only A has a slot count.
+
+    Sorted by ranks and size, so that a world of processes changes its pool seldom.
+    """
+    several = {
+        case.but(generation=generation)
+        for case in cases
+        for generation in generations
+        if case.slots is None or generation == "A"
+    }
+    return sorted(several, key=lambda case: (case.R, case.E, case.S, str(case)))
 
 
 PROFILES = {"default": _DEFAULT, "smoke": _SMOKE}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -20,12 +20,37 @@ from moonep_validate.trace import Recorder, Relation
 from moonep_validate.worlds.comm import Comm
 
 NAN = float("nan")
+_BYTE_POISON = 0xA5
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What a dispatch gave one rank.
+
+    Attributes:
+        rows: ``[NvS, H]``.
+        row_weights: ``[NvS]``, or None.
+        cu_seqlens: ``[G]``; of a replay, that of the dispatch which made the plan.
+        plan: the subject's plan object.
+    """
+
+    rows: Tensor
+    row_weights: Tensor | None
+    cu_seqlens: Tensor
+    plan: Any
+
+    @property
+    def end(self) -> int:
+        """First row after the last group."""
+        return int(self.cu_seqlens[-1])
 
 
 class Session(Protocol):
-    """One live subject on one rank."""
+    """One live subject on one rank; ``buffer`` and the single stages only where the subject has them."""
 
-    def forward(self, step: str, batch: Batch, layer: int = 0) -> Tensor:
+    buffer: Any
+
+    def forward(self, step: str, batch: Batch, layer: int = 0, mark: bool = False, **flags: bool) -> Tensor:
         """Run dispatch, prefetch, experts and combine as one recorded step; returns ``[S, H]``."""
 
     def close(self) -> None:
@@ -46,12 +71,12 @@ class Rig:
     comm: Comm
     recorder: Recorder
     seams: Seams
-    open_session: Callable[[Rig], Session]
+    open_session: Callable[[Rig], Any]
     poison_value: float = NAN
     relations: list[Relation] = field(default_factory=list)
 
     @contextmanager
-    def open(self) -> Iterator[Session]:
+    def open(self) -> Iterator[Any]:
         """A session that is closed at the end, unless its rank has failed by then."""
         with self.recorder.call("open", "open"):
             session = self.open_session(self)
@@ -64,9 +89,9 @@ class Rig:
         return batch(self.case, self.comm.rank)
 
     def poison(self, tensor: Tensor) -> None:
-        """Fill undefined memory."""
-        tensor.fill_(self.poison_value)
+        """Fill undefined memory; bytes get a byte pattern, since they have no NaN."""
+        tensor.fill_(self.poison_value if tensor.is_floating_point() else _BYTE_POISON)
 
-    def promise(self, step: str, base: str, *taps: str) -> None:
+    def promise(self, id: str, step: str, base: str, *taps: str) -> None:
         """Promise that taps (``op.name``) of ``step`` equal those of ``base`` bit for bit."""
-        self.relations.append(Relation(step, base, taps))
+        self.relations.append(Relation(id, step, base, taps))

@@ -6,8 +6,16 @@ Each variant step differs from the base step in exactly one thing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
-from moonep_validate.rig import Rig
+import torch
+
+from moonep_validate.problem import PROJECTIONS, gradients, injected_rows, packed_weights, random_bits, shifted
+from moonep_validate.rig import Dispatched, Rig
+
+_ROWS = ("dispatch.rows", "dispatch.row_weights", "dispatch.dst", "dispatch.cu_seqlens")
+_WHOLE = (*_ROWS, "prefetch.slot_gate", "combine.hidden", "combine.topk_weights", "layer.out")
 
 
 def base(rig: Rig) -> None:
@@ -22,7 +30,162 @@ def two_poisons(rig: Rig) -> None:
         session.forward("base", rig.batch())
         rig.poison_value = 2.0**40
         session.forward("other_poison", rig.batch())
-    rig.promise("other_poison", "base", "layer.out")
+    rig.promise("I10", "other_poison", "base", "layer.out")
 
 
-SCENARIOS: dict[str, Callable[[Rig], None]] = {"base": base, "two_poisons": two_poisons}
+def marked_slots(rig: Rig) -> None:
+    """The slots change sign between prefetch and experts; the rows computed from them must follow."""
+    with rig.open() as session:
+        session.forward("marked", rig.batch(), mark=True)
+
+
+def variants(rig: Rig) -> None:
+    """Repeat, asynchronous, zero-copy, replays, a plan after other work: each equals the base step."""
+    batch = rig.batch()
+    with rig.open() as session:
+        session.forward("base", batch)
+        session.forward("repeat", batch)
+        rig.promise("V1", "repeat", "base", *_WHOLE)
+        session.forward("async", batch, async_finish=True)
+        rig.promise("V4", "async", "base", *_WHOLE)
+        session.forward("zero_copy", batch, zero_copy=True)
+        rig.promise("V3", "zero_copy", "base", *_WHOLE)
+        session.dispatch("no_weights", batch, route_weights=False)
+        rig.promise("V5", "no_weights", "base", "dispatch.rows", "dispatch.dst", "dispatch.cu_seqlens")
+        _replays(rig, session)
+
+
+def _replays(rig: Rig, session: Any) -> None:
+    batch = rig.batch()
+    first = session.dispatch("plan", batch)
+    session.dispatch("other", shifted(rig.case, rig.comm.rank))
+    session.dispatch("replay", batch, replay=first, route_weights=False)
+    rig.promise("V2", "replay", "plan", "dispatch.rows")
+    session.dispatch("replay_weights", batch, replay=first)
+    rig.promise("V2", "replay_weights", "plan", "dispatch.rows", "dispatch.row_weights")
+    fields = [f"dispatch.{name}" for name in ("dst", "experts_to_copy", "zero_fill_ranges", "dup_counts")]
+    rig.promise("V6", "replay_weights", "plan", *fields)
+
+
+def combine_only(rig: Rig) -> None:
+    """Combine of rows that the fill injects, twice on a copy and twice on a zero-copy view."""
+    with rig.open() as session:
+        sent = session.dispatch("base", rig.batch())
+        rows = _injected(rig, sent)
+        session.combine("base", sent, rows)
+        session.combine("again", sent, rows)
+        rig.promise("V1", "again", "base", "combine.hidden", "combine.topk_weights")
+        view = session.dispatch("view", rig.batch(), zero_copy=True)
+        view.rows.copy_(rows)
+        session.combine("view", view, view.rows, zero_copy=True)
+        rig.promise("V3", "view", "base", "combine.hidden")
+        session.combine("view_again", view, view.rows, repeat=1, zero_copy=True)
+
+
+def _injected(rig: Rig, sent: Dispatched) -> torch.Tensor:
+    rows = injected_rows(rig.case, rig.comm.rank, len(sent.rows))
+    rig.poison(rows[sent.end :])
+    for first, count in sent.plan.zero_fill_ranges.tolist():
+        rig.poison(rows[first : first + count])
+    return rows
+
+
+def dispatch_only(rig: Rig) -> None:
+    """Dispatch of random bit patterns: NaN payloads, infinities and -0.0 must arrive as they are."""
+    with rig.open() as session:
+        session.dispatch("base", random_bits(rig.case, rig.comm.rank))
+
+
+def packed(rig: Rig) -> None:
+    """Prefetch of uint8 weights with their scales."""
+    with rig.open() as session:
+        weights = packed_weights(rig.case)
+        slots = session.make_slots({name: shape for name, (shape, _) in weights.items()}, torch.uint8)
+        experts = range(rig.case.E) if slots.needs_all_experts else range(rig.case.E)[slots.own]
+        slots.load({name: torch.stack([make(e) for e in experts]) for name, (_, make) in weights.items()})
+        for name in slots.names:
+            rig.poison(slots.slots(name))
+        sent = session.dispatch("base", rig.batch())
+        session.prefetch("base", sent.plan, slots)
+
+
+def grads(rig: Rig) -> None:
+    """Gradients of redundant experts come home: in order, once, and the slots are cleared."""
+    with rig.open() as session:
+        sent = session.dispatch("base", rig.batch())
+        store = session.make_gradients()
+        for step in ("reduce", "reduce_ones"):
+            for name in PROJECTIONS:
+                local, slots = gradients(rig.case, rig.comm.rank, name, ones=step == "reduce_ones")
+                store.full[name].fill_(-7.0)
+                store.local(name).copy_(local)
+                store.slots(name).copy_(slots)
+            session.dispatch(step, rig.batch(), replay=sent)  # all ranks' slots are written before any rank reads
+            session.reduce(step, sent.plan, store)
+
+
+def life(rig: Rig) -> None:
+    """Recreate, two Buffers alive, two layers on the same slots, destroy twice, use after destroy."""
+    batch = rig.batch()
+    with rig.open() as session:
+        session.forward("base", batch)
+        session.forward("other_layer", batch, layer=1)
+        session.forward("back", batch)
+        rig.promise("V8", "back", "base", *_WHOLE)
+        with rig.open() as second:
+            second.forward("second", batch)
+            rig.promise("V7", "second", "base", *_WHOLE)
+            session.forward("beside", batch)
+            rig.promise("V7", "beside", "base", *_WHOLE)
+        with rig.recorder.call("destroyed", "close"):  # destroy is idempotent
+            second.close()
+        second.refuses(
+            "destroyed", "dispatch after destroy", lambda b: b.dispatch(batch.hidden, None, batch.topk_ids)
+        )
+        session.forward("after", batch)
+        rig.promise("V7", "after", "base", *_WHOLE)
+    with rig.open() as third:
+        third.forward("recreated", batch)
+        rig.promise("V7", "recreated", "base", *_WHOLE)
+
+
+def refusals(rig: Rig) -> None:
+    """Bad input that every build must refuse with an exception; every rank makes the same call."""
+    t = rig.batch()
+    with rig.open() as session:
+        sent = session.dispatch("base", t)
+        short, wide = sent.rows[: sent.end], t.hidden.float()
+        calls: dict[str, Callable[[Any], object]] = {
+            "hidden of float32": lambda b: b.dispatch(wide, t.topk_weights, t.topk_ids),
+            "hidden of too few rows": lambda b: b.dispatch(t.hidden[:-1], t.topk_weights, t.topk_ids),
+            "route weights of bf16": lambda b: b.dispatch(t.hidden, t.topk_weights.bfloat16(), t.topk_ids),
+            "expert ids of int64": lambda b: b.dispatch(t.hidden, t.topk_weights, t.topk_ids.long()),
+            "neither plan nor ids": lambda b: b.dispatch(t.hidden),
+            "combine of too few rows": lambda b: b.combine(sent.plan, short.clone()),
+            "combine of float32": lambda b: b.combine(sent.plan, sent.rows.float()),
+            "combine with an unknown argument": lambda b: b.combine(sent.plan, sent.rows, scale=2.0),
+            "zero-copy combine of another tensor": lambda b: b.combine(
+                sent.plan, sent.rows.clone(), zero_copy=True
+            ),
+        }
+        for what, call in calls.items():
+            session.refuses("refusals", what, call)
+        session.dispatch("after", replace(t))
+        rig.promise("V1", "after", "base", *_ROWS)
+
+
+SCENARIOS: dict[str, Callable[[Rig], None]] = {
+    function.__name__: function
+    for function in (
+        base,
+        two_poisons,
+        marked_slots,
+        variants,
+        combine_only,
+        dispatch_only,
+        packed,
+        grads,
+        life,
+        refusals,
+    )
+}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from moonep_validate.case import Case
@@ -26,6 +26,7 @@ from moonep_validate.worlds.comm import Abandoned, PeerFailed
 
 FORMAT = 1
 _KEY = "moonep_validate"
+_TEXTS = ("proves", "leaves_open", "not_run", "reproducer")
 
 
 class TraceError(ValueError):
@@ -39,7 +40,7 @@ class Part:
     Attributes:
         origin: ``real`` (the package under test), ``reference`` (ours) or ``stand-in`` (ours, in a real
             package's place).
-        package, version, revision: what was imported; revision is a source revision or None.
+        package, version, revision, dirty, editable, url, file: what was imported, see provenance.py.
         policy: ``upstream`` where the part promises upstream's exact plan and rounding, else ``legal``.
         seams: where code was replaced; each lowers the level.
     """
@@ -48,8 +49,17 @@ class Part:
     package: str
     version: str
     revision: str | None = None
+    dirty: str | None = None
+    editable: bool = False
+    url: str | None = None
+    file: str = ""
     policy: str = "legal"
     seams: tuple[str, ...] = ()
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Part:
+        """Read ``asdict`` after a trip through JSON."""
+        return cls(**{**data, "seams": tuple(data["seams"])})
 
 
 @dataclass(frozen=True)
@@ -57,9 +67,11 @@ class Relation:
     """A promise between two steps: the named taps of ``step`` equal those of ``base`` bit for bit.
 
     Attributes:
-        taps: ``op.tensor`` names.
+        id: which promise of docs/contract.md it is an instance of.
+        taps: ``op.tensor`` names; of row buffers only the rows inside groups count, the rest is undefined.
     """
 
+    id: str
     step: str
     base: str
     taps: tuple[str, ...]
@@ -71,7 +83,8 @@ class Call:
 
     Attributes:
         step: name of the scenario's step.
-        op: ``load``, ``dispatch``, ``prefetch``, ``experts``, ``combine`` or ``layer``.
+        op: ``open``, ``load``, ``poison_slots``, ``dispatch``, ``prefetch``, ``experts``, ``combine``, ``layer``,
+            ``reduce``, ``refusal`` or ``close``.
         tensors: copies of inputs and outputs, on the CPU.
         info: JSON data.
         error: ``{"type", "message", "where", "peer"}`` if the call raised; ``peer`` says that it only stopped
@@ -92,26 +105,48 @@ class Call:
             if tensor is not None:
                 self.tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
 
+    def note(self, **tensors: Tensor | None) -> None:
+        """Keep what a copy loses: whether each tensor is contiguous, and its device."""
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                layout = {"contiguous": tensor.is_contiguous(), "device": tensor.device.type}
+                self.info.setdefault("layout", {})[name] = layout
+
+    def unchanged(self, **tensors: Tensor | None) -> None:
+        """Note which tensors no longer hold the bits that ``put`` kept under their names."""
+        changed = self.info.setdefault("changed", [])
+        for name, tensor in tensors.items():
+            if tensor is not None and name in self.tensors and not same_bits(self.tensors[name], tensor):
+                changed.append(name)
+
 
 class Recorder:
-    """Notes the calls of one rank."""
+    """Notes the calls of one rank.
 
-    def __init__(self) -> None:
+    Args:
+        tell: called with (step, op, done) when a call begins and ends, so that a lost rank has a place.
+    """
+
+    def __init__(self, tell: Callable[[str, str, bool], None] = lambda step, op, done: None) -> None:
         self.calls: list[Call] = []
+        self.tell = tell
 
     @contextmanager
-    def call(self, step: str, op: str) -> Iterator[Call]:
-        """Record one call; an exception is noted on it and raised on."""
-        call = Call(step, op)
+    def call(self, step: str, op: str, **info: Any) -> Iterator[Call]:
+        """Record one call with JSON data; an exception is noted on it and raised on."""
+        call = Call(step, op, info=info)
         self.calls.append(call)
+        self.tell(step, op, False)
         try:
             yield call
         except Abandoned:
             raise
         except BaseException as error:
             call.error, call.done = described(error), True
+            self.tell(step, op, True)
             raise
         call.done = True
+        self.tell(step, op, True)
 
 
 def described(error: BaseException) -> dict[str, Any]:
@@ -134,6 +169,7 @@ class Trace:
         relations: promises between steps.
         hung: ``{"rank", "stack"}`` of ranks whose deadline passed.
         errors: errors of the suite itself, as text; not the subject's.
+        proves, leaves_open: what a pass of this trace means, and what it does not say.
         not_run: why the subject did not run the case, or empty.
         reproducer: the options beside ``--case`` that reproduce this trace, e.g. ``--fault slot-not-filled``.
     """
@@ -145,6 +181,8 @@ class Trace:
     relations: list[Relation] = field(default_factory=list)
     hung: list[dict[str, Any]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    proves: str = ""
+    leaves_open: str = ""
     not_run: str = ""
     reproducer: str = ""
 
@@ -181,8 +219,7 @@ class Trace:
             "relations": [asdict(relation) for relation in self.relations],
             "hung": self.hung,
             "errors": self.errors,
-            "not_run": self.not_run,
-            "reproducer": self.reproducer,
+            **{name: getattr(self, name) for name in _TEXTS},
             "digest": _digest(tensors),
         }
         # A tensor with NaN payloads or of zero size travels unchanged; an empty dict needs a placeholder.
@@ -200,20 +237,37 @@ class Trace:
             TraceError: if it is no trace, damaged, or of another format version.
         """
         try:
-            with safe_open(path, framework="pt") as file:
-                head = json.loads((file.metadata() or {}).get(_KEY, "null"))
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError, ValueError) as error:
-            raise TraceError(f"{path} is damaged or no trace: {error}") from None
+            data = path.read_bytes()
+        except OSError as error:
+            raise TraceError(f"{path} cannot be read: {error.strerror}") from None
+        return cls.from_bytes(data, str(path))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, name: str) -> Trace:
+        """Read ``to_bytes``.
+
+        Args:
+            data: the bytes.
+            name: what to call them in errors.
+
+        Raises:
+            TraceError: see ``load``.
+        """
+        try:
+            tensors = safetensors.torch.load(data)
+            size = int.from_bytes(data[:8], "little")
+            head = json.loads(json.loads(data[8 : 8 + size]).get("__metadata__", {}).get(_KEY, "null"))
+        except (SafetensorError, ValueError) as error:
+            raise TraceError(f"{name} is damaged or no trace: {error}") from None
         if head is None:
-            raise TraceError(f"{path} is a safetensors file, but no trace of moonep-validate")
+            raise TraceError(f"{name} is a safetensors file, but no trace of moonep-validate")
         if head.get("format") != FORMAT:
             raise TraceError(
-                f"{path} has trace format {head.get('format')}, this version reads {FORMAT}: record anew"
+                f"{name} has trace format {head.get('format')}, this version reads {FORMAT}: record anew"
             )
         tensors.pop("none", None)
         if _digest(tensors) != head["digest"]:
-            raise TraceError(f"{path} is damaged: its tensors do not match their recorded digest")
+            raise TraceError(f"{name} is damaged: its tensors do not match their recorded digest")
         return cls._from(head, tensors)
 
     @classmethod
@@ -222,7 +276,7 @@ class Trace:
         for key, tensor in tensors.items():
             rank, index, name = key.split("/")
             calls[int(rank)][int(index)].tensors[name] = tensor
-        parts = {stage: Part(**{**part, "seams": tuple(part["seams"])}) for stage, part in head["parts"].items()}
+        parts = {stage: Part.from_json(part) for stage, part in head["parts"].items()}
         relations = [Relation(**{**relation, "taps": tuple(relation["taps"])}) for relation in head["relations"]]
         return cls(
             Case.parse(head["case"]),
@@ -230,8 +284,18 @@ class Trace:
             calls,
             parts,
             relations,
-            **{name: head[name] for name in ("hung", "errors", "not_run", "reproducer")},
+            **{name: head[name] for name in ("hung", "errors", *_TEXTS)},
         )
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The raw bits as integers of the same width and shape, so that NaN payloads and -0.0 count."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same bits in the same shape and dtype."""
+    return one.dtype == other.dtype and one.shape == other.shape and bool((bits(one) == bits(other)).all())
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:

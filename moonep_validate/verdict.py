@@ -13,7 +13,7 @@ from typing import Any
 from moonep_validate.case import Case
 from moonep_validate.trace import Part
 
-STAGES = ("life", "plan", "dispatch", "prefetch", "experts", "combine", "layer")
+STAGES = ("life", "plan", "dispatch", "prefetch", "experts", "combine", "layer", "reduce")
 
 #: The check id of a result that says why nothing ran.
 NO_CHECK = "-"
@@ -128,9 +128,11 @@ class Verdict:
 
     @property
     def first(self) -> Result | None:
-        """The result that names the broken stage: the earliest stage that failed or hung."""
+        """The result that names the broken stage: in the first step that went wrong, the earliest stage."""
         bad = [r for r in self.results if r.gates and r.status in ("failed", "hung", "unknown")]
-        return min(bad, key=lambda r: (STAGES.index(r.stage), -_BADNESS[r.status]), default=None)
+        steps = list(dict.fromkeys(result.step for result in self.results))
+        order = lambda r: (steps.index(r.step), STAGES.index(r.stage), -_BADNESS[r.status])  # noqa: E731
+        return min(bad, key=order, default=None)
 
     @property
     def command(self) -> str:

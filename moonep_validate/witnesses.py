@@ -11,10 +11,10 @@ from collections.abc import Callable
 import numpy as np
 
 from moonep_validate.case import Case
-from moonep_validate.checks import bits
 from moonep_validate.contract import Ints
 from moonep_validate.facts import Missing, Step
-from moonep_validate.trace import Trace
+from moonep_validate.oracle.combine import combined
+from moonep_validate.trace import Trace, bits, same_bits
 
 
 def count_witnesses(trace: Trace) -> dict[str, int]:
@@ -49,7 +49,7 @@ def _equal_payloads(trace: Trace) -> list[str]:
         for rank in range(trace.case.R):
             count = trace.case.token_count(rank)
             try:
-                hidden = step.call("layer", rank).tensors["hidden"][:count]
+                hidden = step.call("dispatch", rank).tensors["hidden"][:count]
             except LookupError:
                 continue
             if count and (other := seen.setdefault((name, bits(hidden).numpy().tobytes()), rank)) != rank:
@@ -83,6 +83,24 @@ def _empty_ranks(s: Step) -> int:
     return sum(case.token_count(rank) == 0 for rank in range(case.R))
 
 
+def _remote_reads(s: Step) -> int:
+    """Rows of remote experts that lie in a home group (generation A with too few slots)."""
+    return int((~s.in_slot & (s.layout.home(s.topk) != s.rank_of)).sum())
+
+
+def _odd_bits(s: Step) -> int:
+    """Steps whose payload holds a NaN with a payload and a negative zero."""
+    hidden = bits(s.tap("dispatch", "hidden"))
+    nan_payload = ((hidden & 0x7F80) == 0x7F80) & ((hidden & 0x7F) != 0) & ((hidden & 0x7F) != 0x40)
+    return int(bool(nan_payload.any()) and bool((hidden == -0x8000).any()))
+
+
+def _visible(s: Step, **without: bool) -> int:
+    """Whether combine's oracle with one rule switched off gives another result on this data."""
+    rows = s.tap("combine", "rows")
+    return int(not same_bits(combined(rows, s.rank_of, s.row_of), combined(rows, s.rank_of, s.row_of, **without)))
+
+
 WITNESSES: dict[str, Callable[[Step], int]] = {
     "slot_used": lambda s: int(_slots_used(s).sum()),
     "two_slots": lambda s: int((_slots_used(s) >= 2).sum()),
@@ -91,5 +109,11 @@ WITNESSES: dict[str, Callable[[Step], int]] = {
     "padding": lambda s: int(((s.row_group < s.layout.num_groups) & (s.row_route < 0)).sum()),
     "empty_expert": lambda s: s.case.E - len(np.unique(s.topk)),
     "empty_rank": _empty_ranks,
+    "remote_read": _remote_reads,
+    "empty_plan": lambda s: int(not (s.copies >= 0).any()),
+    "full_plan": lambda s: int((s.copies >= 0).all(axis=1).sum()),
+    "odd_bits": _odd_bits,
+    "order_visible": lambda s: _visible(s, reverse=True),
+    "rounding_visible": lambda s: _visible(s, rounding=False),
     "donor_receiver": _donor_receivers,
 }

@@ -16,12 +16,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moonep_validate.facts import Missing, Step
-from moonep_validate.trace import Trace
+from moonep_validate.facts import Absent, Missing, Step
+from moonep_validate.trace import Trace, bits
 from moonep_validate.verdict import STAGES, Finding, Result
 
-KINDS = ("law", "drop_in", "relation", "quality")
-_MODULES = ("plan", "dispatch", "prefetch", "experts", "combine", "layer", "relations")
+KINDS = ("law", "drop_in")
+_MODULES = ("life", "plan", "dispatch", "prefetch", "experts", "combine", "layer", "reduce")
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,11 @@ class Compared:
 
     examined: int
     findings: tuple[Finding, ...] = ()
+
+    def noting(self, text: str) -> Compared:
+        """The same with a remark after what the first finding got."""
+        first, *rest = self.findings
+        return replace(self, findings=(replace(first, actual=first.actual + text), *rest))
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class Check:
         id: the invariant's id in docs/contract.md.
         stage: the stage it judges, one of ``STAGES``.
         kind: ``law`` (gates everywhere), ``drop_in`` (gates where the part promises upstream's exact
-            behaviour), ``relation`` (between two steps) or ``quality`` (measures, never a status).
+            behaviour); promises between two steps are relations (relations.py).
         summary: one line for tables.
     """
 
@@ -70,7 +75,7 @@ def check(id: str, stage: str, kind: str = "law") -> Callable[..., Callable[[Ste
 def run_check(check: Check, step: Step, trace: Trace) -> Result:
     """Judge one step; a check that crashes is ``unknown``, one that examined nothing is ``vacuous``."""
     part = trace.parts[check.stage]
-    gates = check.kind in ("law", "relation") or (check.kind == "drop_in" and part.policy == "upstream")
+    gates = check.kind == "law" or part.policy == "upstream"
     result: dict[str, Any] = {
         "check": check.id,
         "stage": check.stage,
@@ -80,6 +85,8 @@ def run_check(check: Check, step: Step, trace: Trace) -> Result:
     }
     try:
         compared = list(check.function(step))
+    except Absent as absent:
+        return Result(**result, status="not_applicable", reason=str(absent))
     except Missing as missing:
         return Result(**result, status="not_run", reason=str(missing))
     except Exception as error:
@@ -106,6 +113,8 @@ def differ(what: str, expected: Any, actual: Any, place: Place, bad: Any = None)
         The number of elements, and one finding for the first difference if there is any.
     """
     want, got = _array(expected), _array(actual)
+    if bad is not None:
+        want = np.broadcast_to(want, got.shape)
     if want.shape != got.shape:
         return Compared(1, (Finding(f"shape of {what}", {}, str(want.shape), str(got.shape)),))
     if bad is None:
@@ -128,14 +137,19 @@ def differ_bits(what: str, expected: Tensor, actual: Tensor, place: Place) -> Co
     return replace(compared, findings=(finding,))
 
 
+def unchanged_inputs(s: Step, op: str) -> Iterator[Compared]:
+    """One comparison over the ranks of the inputs after the call with those before."""
+    changed = []
+    for rank, call in enumerate(s.calls(op)):
+        if "changed" not in call.info:
+            raise Missing(f"rank {rank} did not finish {op} in step {s.name!r}")
+        changed.append(", ".join(call.info["changed"]) or "nothing")
+    yield differ(f"what {op} changed of its inputs", ["nothing"] * len(changed), changed, axes("rank"))
+
+
 def axes(*names: str) -> Place:
     """Name the axes of an index tuple."""
     return lambda index: dict(zip(names, index, strict=True))
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """The raw bits as integers of the same width and shape, so that NaN payloads and -0.0 count."""
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 def _array(value: Any) -> npt.NDArray[Any]:

@@ -1,38 +1,103 @@
-"""Does every used slot hold the weights of the expert that the plan put there?"""
+"""Does every used slot hold the weights of the expert that the plan put there, and nothing else changed?"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from moonep_validate.checks import Compared, check, differ_bits
-from moonep_validate.facts import Step
-from moonep_validate.problem import PROJECTIONS
+from moonep_validate.checks import Compared, axes, check, differ, differ_bits, unchanged_inputs
+from moonep_validate.contract import Ints
+from moonep_validate.facts import Absent, Step
+from moonep_validate.trace import bits
+
+
+def _copies(s: Step) -> Ints:
+    """What each rank's slots should hold: ``[R, slots]``."""
+    everybody = s.ints("prefetch", "experts_to_copy")
+    return everybody[np.arange(s.case.R), np.arange(s.case.R)]
+
+
+def _names(s: Step) -> list[str]:
+    """The weight tensors of the call, scales included."""
+    return [name[len("local_") :] for name in s.call("prefetch", 0).tensors if name.startswith("local_")]
+
+
+def _place(rank: Ints, slot: Ints, expert: Ints | None = None) -> Callable[[tuple[int, ...]], dict[str, int]]:
+    def place(i: tuple[int, ...]) -> dict[str, int]:
+        where = {"rank": int(rank[i[0]]), "slot": int(slot[i[0]])}
+        if expert is not None:
+            where["expert"] = int(expert[i[0]])
+        return {**where, "weight_row": i[1], "weight_column": i[2]}
+
+    return place
 
 
 @check("W1", "prefetch")
 def slot_content(s: Step) -> Iterator[Compared]:
-    """Each used slot holds its expert's weights, bit for bit."""
-    copies = s.ints("prefetch", "experts_to_copy")[np.arange(s.case.R), np.arange(s.case.R)]
+    """Each used slot holds its expert's weights, bit for bit"""
+    copies = _copies(s)
     rank, slot = np.nonzero(copies >= 0)
-    expert = copies[rank, slot]
-    for name in PROJECTIONS:
-        local = s.tap("prefetch", f"local_{name}").flatten(0, 1)  # [E, rows, columns]
-        slots = s.tap("prefetch", f"slot_{name}")
-        want = local[torch.from_numpy(expert)]
-        got = slots[torch.from_numpy(rank), torch.from_numpy(slot)]
-
-        def place(i: tuple[int, ...]) -> dict[str, int]:
-            return {
-                "rank": int(rank[i[0]]),
-                "slot": int(slot[i[0]]),
-                "expert": int(expert[i[0]]),
-                "weight_row": i[1],
-                "weight_column": i[2],
-            }
-
-        yield differ_bits(f"{name} weight", want, got, place)
     if not len(rank):
-        yield Compared(copies.size)  # the plan uses no slot: that is what was examined
+        raise Absent("the plan uses no slot")
+    expert = copies[rank, slot]
+    for name in _names(s):
+        local = s.tap("prefetch", f"local_{name}").flatten(0, 1)  # [E, rows, columns]
+        got = s.tap("prefetch", f"slot_{name}")[torch.from_numpy(rank), torch.from_numpy(slot)]
+        want = local[torch.from_numpy(expert)]
+        compared = differ_bits(f"{name} weight", want, got, _place(rank, slot, expert))
+        yield _with_owner(compared, local, want, got)
+
+
+def _with_owner(compared: Compared, local: Tensor, want: Tensor, got: Tensor) -> Compared:
+    """Say whose weights the first wrong slot holds, if they are any expert's."""
+    if not compared.findings:
+        return compared
+    wrong = int((bits(want) != bits(got)).flatten(1).any(dim=1).nonzero()[0])
+    holders = (bits(local) == bits(got[wrong])).flatten(1).all(dim=1).nonzero()[:, 0].tolist()
+    owner = f"; the slot holds expert {holders[0]}" if holders else "; the slot holds no expert's weights"
+    return compared.noting(owner)
+
+
+@check("W2", "prefetch")
+def others_unchanged(s: Step) -> Iterator[Compared]:
+    """Unused slots stay as they were"""
+    rank, slot = np.nonzero(_copies(s) < 0)
+    if not len(rank):
+        raise Absent("the plan uses every slot")
+    index = (torch.from_numpy(rank), torch.from_numpy(slot))
+    for name in _names(s):
+        before, after = (s.tap("prefetch", f"{when}_{name}")[index] for when in ("before", "slot"))
+        yield differ_bits(f"{name} of an unused slot", before, after, _place(rank, slot))
+
+
+@check("W4", "prefetch")
+def slots_quiet_before(s: Step) -> Iterator[Compared]:
+    """No rank writes its slots after the last collective before prefetch"""
+    order = []
+    for rank in range(s.case.R):
+        ops = [call.op for call in s.trace.calls[rank] if call.step == s.name]
+        if "poison_slots" not in ops or "prefetch" not in ops:
+            raise Absent("no slot is written locally in this step")
+        last_write = len(ops) - 1 - ops[::-1].index("poison_slots")
+        order.append("dispatch" in ops[last_write : ops.index("prefetch")])
+    yield differ(
+        "a collective between a local write and prefetch", np.ones(s.case.R, bool), np.array(order), axes("rank")
+    )
+
+
+@check("W5", "prefetch")
+def called_with_empty_plan(s: Step) -> Iterator[Compared]:
+    """A plan without copies returns on every rank too"""
+    if (_copies(s) >= 0).any():
+        raise Absent("the plan uses a slot")
+    done = np.array([call.done and not call.error for call in s.calls("prefetch")])
+    yield differ("prefetch returned", np.ones(s.case.R, bool), done, axes("rank"))
+
+
+@check("U2", "prefetch")
+def inputs(s: Step) -> Iterator[Compared]:
+    """Prefetch leaves the owners' weights as they are"""
+    yield from unchanged_inputs(s, "prefetch")

@@ -10,14 +10,22 @@ import importlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from moonep_validate.case import CaseError, Spec
 
-_MODULES = ("dispatch", "prefetch", "combine", "life")
-SEAMS = ("buffer.dispatch", "buffer.prefetch_weight", "buffer.combine")
+_MODULES = ("plan", "dispatch", "prefetch", "experts", "combine", "reduce", "life")
+SEAMS = (
+    "buffer.construct",
+    "buffer.dispatch",
+    "buffer.prefetch_weight",
+    "experts",
+    "buffer.combine",
+    "buffer.reduce_grad",
+    "buffer.destroy",
+)
 
 
 @dataclass(frozen=True)
@@ -26,10 +34,12 @@ class Next:
 
     Attributes:
         rank: the rank it runs on.
+        memory: what the fault keeps between its calls on this rank.
     """
 
     rank: int
     function: Callable[..., Any]
+    memory: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped function."""
@@ -65,7 +75,7 @@ def fault(id: str, on: str, stage: str, bugs: str = "") -> Callable[[Callable[..
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         parameters = inspect.signature(function).parameters.values()
-        defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        defaults = {p.name: p.default for p in parameters if isinstance(p.default, int)}
         FAULTS[id] = Fault(id, on, stage, bugs, (function.__doc__ or "").splitlines()[0], function, defaults)
         return function
 

@@ -1,4 +1,4 @@
-"""Faults of a rank rather than of a result: it raises, never returns, or stays away."""
+"""Faults of a rank or of the Buffer's life rather than of a result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,35 @@ def _(call: Next, *args: Any, rank: int = 1, **kwargs: Any) -> Any:
     return call(*args, **kwargs)
 
 
-@fault("rank-skips-prefetch", on="buffer.prefetch_weight", stage="prefetch", bugs="B42 K12")
+@fault("rank-skips-combine", on="buffer.combine", stage="combine", bugs="B42 K12")
+def _(call: Next, plan: Any, rows: Any, weights: Any = None, *args: Any, rank: int = 1, **kwargs: Any) -> Any:
+    """One rank leaves out the collective combine and goes on."""
+    if call.rank != rank:
+        return call(plan, rows, weights, *args, **kwargs)
+    tokens = plan.N // plan.K
+    return rows[:tokens].clone(), weights[: plan.N].view(tokens, plan.K).clone(), None
+
+
+@fault("bad-input-accepted", on="buffer.construct", stage="life", bugs="K15")
 def _(call: Next, *args: Any, rank: int = 1, **kwargs: Any) -> Any:
-    """One rank leaves out the collective prefetch and goes on to its experts."""
-    return None if call.rank == rank else call(*args, **kwargs)
+    """Dispatch converts tokens of a wrong dtype instead of refusing them."""
+    buffer = call(*args, **kwargs)
+    dispatch = buffer.dispatch
+    buffer.dispatch = lambda hidden, *a, **k: dispatch(hidden.bfloat16(), *a, **k)
+    return buffer
+
+
+@fault("destroy-does-nothing", on="buffer.construct", stage="life", bugs="K23")
+def _(call: Next, *args: Any, **kwargs: Any) -> Any:
+    """Destroy returns and leaves the Buffer usable."""
+    buffer = call(*args, **kwargs)
+    buffer.destroy = lambda: None
+    return buffer
+
+
+@fault("destroy-fails", on="buffer.destroy", stage="life", bugs="K23")
+def _(call: Next, *args: Any, rank: int = 1, **kwargs: Any) -> Any:
+    """Destroy raises on one rank."""
+    if call.rank == rank:
+        raise RuntimeError("seeded failure of destroy")
+    return call(*args, **kwargs)

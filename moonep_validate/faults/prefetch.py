@@ -1,19 +1,124 @@
-"""Faults of the prefetch stage."""
+"""Faults of the prefetch stage; they see slots through both generations' arguments."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from moonep_validate.faults import Next, fault
+
+
+def _slots(tensors: dict[str, Any], plan: Any, rank: int) -> dict[str, Tensor]:
+    """This rank's slots by projection (``gate``, ``gate_scale``, ...), as views."""
+    if "full_gate_weight" in tensors:
+        named = {n[5:].replace("_weight", ""): t[plan.E :] for n, t in tensors.items() if n.startswith("full_")}
+    else:
+        named = {
+            n[: -len("_prefetch_buffer")]: t[rank] for n, t in tensors.items() if n.endswith("_prefetch_buffer")
+        }
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def _used(plan: Any, rank: int) -> Tensor:
+    used: Tensor = torch.nonzero(plan.experts_to_copy[rank] >= 0)[:, 0]
+    return used
 
 
 @fault("slot-not-filled", on="buffer.prefetch_weight", stage="prefetch", bugs="B23 K21")
 def _(call: Next, plan: Any, *, rank: int = 1, **tensors: Any) -> Any:
     """The slots of one rank keep what they held before."""
-    pools = {name: tensor for name, tensor in tensors.items() if name.endswith("_prefetch_buffer")}
-    before = {name: pool[call.rank].clone() for name, pool in pools.items()}
+    slots = _slots(tensors, plan, call.rank)
+    before = {name: slot.clone() for name, slot in slots.items()}
     result = call(plan, **tensors)
     if call.rank == rank:
-        for name, pool in pools.items():
-            pool[rank] = before[name]
+        for name, slot in slots.items():
+            slot.copy_(before[name])
+    return result
+
+
+@fault("slot-of-first-prefetch", on="buffer.prefetch_weight", stage="prefetch", bugs="K21 K23")
+def _(call: Next, plan: Any, *, rank: int = 1, **tensors: Any) -> Any:
+    """The slots of one rank are filled once and keep the first layer's experts."""
+    result = call(plan, **tensors)
+    for name, slot in _slots(tensors, plan, call.rank).items():
+        first = call.memory.setdefault(name, slot.clone())
+        if call.rank == rank:
+            slot[_used(plan, rank)] = first[_used(plan, rank)]
+    return result
+
+
+@fault("projection-not-moved", on="buffer.prefetch_weight", stage="prefetch", bugs="B22 K19 K21")
+def _(call: Next, plan: Any, *, rank: int = 1, **tensors: Any) -> Any:
+    """The up projection stays behind."""
+    up = _slots(tensors, plan, call.rank)["up"]
+    before = up.clone()
+    result = call(plan, **tensors)
+    if call.rank == rank:
+        up.copy_(before)
+    return result
+
+
+@fault("scales-left-behind", on="buffer.prefetch_weight", stage="prefetch", bugs="K16 K21")
+def _(call: Next, plan: Any, *, rank: int = 1, **tensors: Any) -> Any:
+    """Weights move, their scales do not."""
+    scales = {name: slot for name, slot in _slots(tensors, plan, call.rank).items() if name.endswith("_scale")}
+    before = {name: slot.clone() for name, slot in scales.items()}
+    result = call(plan, **tensors)
+    if call.rank == rank:
+        for name, slot in scales.items():
+            slot.copy_(before[name])
+    return result
+
+
+@fault("gate-and-up-swapped", on="buffer.prefetch_weight", stage="prefetch", bugs="K17")
+def _(call: Next, plan: Any, *, rank: int = 1, **tensors: Any) -> Any:
+    """The slots of one rank hold gate and up in each other's place."""
+    result = call(plan, **tensors)
+    slots = _slots(tensors, plan, call.rank)
+    if call.rank == rank:
+        gate = slots["gate"].clone()
+        slots["gate"].copy_(slots["up"])
+        slots["up"].copy_(gate)
+    return result
+
+
+@fault("slots-in-other-order", on="buffer.prefetch_weight", stage="prefetch", bugs="K06 K21")
+def _(call: Next, plan: Any, *, rank: int = 1, **tensors: Any) -> Any:
+    """The used slots of every rank are filled in reverse order."""
+    result = call(plan, **tensors)
+    used = _used(plan, call.rank)
+    for slot in _slots(tensors, plan, call.rank).values():
+        slot[used] = slot[used.flip(0)]
+    return result
+
+
+@fault("slot-row-shifted", on="buffer.prefetch_weight", stage="prefetch", bugs="K14 K16")
+def _(call: Next, plan: Any, *, rank: int = 1, **tensors: Any) -> Any:
+    """The down projection arrives one row off, as with a wrong stride."""
+    result = call(plan, **tensors)
+    if call.rank == rank:
+        down = _slots(tensors, plan, call.rank)["down"]
+        down[_used(plan, rank)] = down[_used(plan, rank)].roll(1, dims=1)
+    return result
+
+
+@fault("unused-slot-written", on="buffer.prefetch_weight", stage="prefetch", bugs="K14")
+def _(call: Next, plan: Any, *, rank: int = 1, **tensors: Any) -> Any:
+    """One rank's last slot is written although the plan leaves it unused."""
+    result = call(plan, **tensors)
+    if call.rank == rank and plan.experts_to_copy[rank, -1] < 0:
+        _slots(tensors, plan, call.rank)["gate"][-1] = 1
+    return result
+
+
+@fault("owner-weight-changed", on="buffer.prefetch_weight", stage="prefetch", bugs="K25")
+def _(call: Next, plan: Any, *, rank: int = 1, **tensors: Any) -> Any:
+    """The owner's own weight changes."""
+    result = call(plan, **tensors)
+    if call.rank == rank:
+        own = rank * (plan.E // plan.R) if "full_gate_weight" in tensors else 0
+        name = "full_gate_weight" if "full_gate_weight" in tensors else "local_gate_weight"
+        tensors[name][own, 0, 0] += 1
     return result

@@ -43,3 +43,27 @@ def within(expected: Tensor, actual: Tensor, variance: Tensor) -> Tensor:
     """
     error = (actual - expected).nan_to_num(nan=torch.inf).abs()
     return (error <= SIGMAS * variance.sqrt()) | (expected.isnan() & actual.isnan())
+
+
+def combine_bound(terms: Tensor, rank_of: Tensor) -> Tensor:
+    """Largest legal error of a combine, whatever its order: one BF16 rounding per rank's sum, one at the end.
+
+    Half a unit in the last place of v is at most 2**-8 * |v|; a float32 sum of K terms in any order errs by at
+    most K * 2**-24 of the sum of magnitudes.
+
+    Args:
+        terms: float64 ``[R, S, K, H]``, the rows of each token.
+        rank_of: ``[R, S, K]``.
+
+    Returns:
+        float64 ``[R, S, H]``.
+    """
+    unit = 2.0**-BF16_BITS
+    top_k = terms.shape[2]
+    same = (rank_of[..., :, None] == rank_of[..., None, :]).double()
+    first = ~(same.tril(-1) > 0).any(dim=-1)
+    partial = torch.einsum("rskj,rsjh->rskh", same, terms.nan_to_num()).abs() * first[..., None]
+    magnitude = terms.abs().nan_to_num().sum(dim=2)
+    accumulated = top_k * 2.0**-FLOAT32_BITS * magnitude
+    rounded = unit * (partial.sum(dim=2) + accumulated)
+    return rounded + accumulated + unit * (terms.nan_to_num().sum(dim=2).abs() + rounded + accumulated)

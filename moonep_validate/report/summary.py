@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moonep_validate.checks import CHECKS
+from moonep_validate.checks.relations import PROMISES
 from moonep_validate.engine import RETURNS
 from moonep_validate.verdict import EXIT_CODES, NO_CHECK, STAGES, Verdict, worst
 
@@ -57,32 +58,42 @@ class Summary:
     @property
     def exit_code(self) -> int:
         """The documented process exit code."""
-        if self.status not in ("not_run", "not_applicable", "passed"):
-            return EXIT_CODES[self.status]
         if self.interrupted:
             return INTERRUPTED
+        if self.status not in ("not_run", "not_applicable", "passed"):
+            return EXIT_CODES[self.status]
         return 0 if self.counts["passed"] else NOTHING_RAN
 
     def rows(self) -> list[Row]:
         """One row per check that any verdict mentions, in pipeline order.
 
-        F1 judges every stage; only where it did not pass does it get a row at that stage.
+        F1 and relations judge several stages; only where they did not pass do they get a row at that stage.
         """
         rows: dict[tuple[int, str], Row] = {}
         for result in (result for verdict in self.verdicts for result in verdict.results):
             if result.check == NO_CHECK:
                 continue
-            stage = STAGES[0] if result.check == "F1" and result.status == "passed" else result.stage
-            summary = CHECKS[result.check].summary if result.check in CHECKS else RETURNS
+            stage = result.stage
+            if result.status == "passed":
+                stage = {"F1": "life", **dict.fromkeys(PROMISES, "layer")}.get(result.check, stage)
+            if result.status == "not_applicable":
+                continue
+            summary = _summary(result.check)
             row = rows.setdefault((STAGES.index(stage), result.check), Row(stage, result.check, summary))
             row.examined += result.examined
             row.statuses[result.status] += 1
             row.information |= not result.gates
-        return [rows[key] for key in sorted(rows)]
+        return [rows[key] for key in sorted(rows, key=lambda key: (key[0], key[1][0], int(key[1][1:])))]
 
     def witnesses(self) -> Counter[str]:
         """Cases in which each event occurred."""
         return Counter(name for v in self.verdicts for name, count in v.witnesses.items() if count)
+
+
+def _summary(check: str) -> str:
+    if check in CHECKS:
+        return CHECKS[check].summary
+    return PROMISES.get(check, RETURNS)
 
 
 def first_failures(verdicts: Sequence[Verdict]) -> list[Verdict]:

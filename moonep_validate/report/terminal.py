@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
@@ -11,7 +12,7 @@ from rich.table import Table
 
 from moonep_validate.oracle.plan import Plan
 from moonep_validate.report.summary import Summary
-from moonep_validate.trace import Part
+from moonep_validate.trace import Part, Trace
 from moonep_validate.verdict import Verdict
 
 _STYLE = {"passed": "green", "failed": "bold red", "hung": "bold red", "error": "bold red"}
@@ -37,18 +38,21 @@ def progress_bar(console: Console) -> Progress:
     )
 
 
-def show_evidence(console: Console, parts: dict[str, Part]) -> None:
+def show_evidence(console: Console, trace: Trace) -> None:
     """One line per distinct part: what really runs."""
     stages: dict[Part, list[str]] = {}
-    for stage, part in parts.items():
+    for stage, part in trace.parts.items():
         stages.setdefault(part, []).append(stage)
     for part, names in stages.items():
         revision = f" at {part.revision}" if part.revision else ""
+        dirty = f" with changes {part.dirty}" if part.dirty else ""
+        file = f" ({part.file})" if part.file else ""
         seams = f", replaced: {', '.join(part.seams)}" if part.seams else ""
         console.print(
-            f"evidence: [bold]{part.origin}[/bold] {escape(part.package)} {part.version}{revision}{seams} "
-            f"for {', '.join(names)}",
+            f"evidence: [bold]{part.origin}[/bold] {escape(part.package)} {part.version}"
+            f"{revision}{dirty}{escape(file)}{seams} for {', '.join(names)}",
             highlight=False,
+            soft_wrap=True,
         )
 
 
@@ -78,14 +82,17 @@ def show_table(console: Console, summary: Summary) -> None:
     console.print(table)
     seen = ", ".join(f"{name} {count}" for name, count in summary.witnesses().items())
     if seen:
-        console.print(f"events seen, in cases: {seen}", highlight=False)
+        console.print(f"events seen, in cases: {seen}", highlight=False, soft_wrap=True)
 
 
-def show_verdict(console: Console, summary: Summary, proves: str, leaves_open: str, seconds: float) -> None:
+def show_verdict(console: Console, summary: Summary, trace: Trace | None, seconds: float) -> None:
     """The last lines: what the result proves, what it does not, and the answer."""
-    ran = len(summary.verdicts)
-    if summary.counts["passed"] and summary.status in ("passed", "not_run"):
-        console.print(f"proves: {proves}\nleaves open: {leaves_open}", highlight=False, soft_wrap=True)
+    ran = len(summary.verdicts) - summary.counts["not_run"]
+    reasons = Counter(v.results[0].reason for v in summary.verdicts if v.status == "not_run")
+    for reason, count in reasons.items():
+        console.print(f"not run, {count} cases: {reason}", highlight=False, soft_wrap=True)
+    if trace and summary.counts["passed"] and summary.status in ("passed", "not_run"):
+        console.print(f"proves: {trace.proves}\nleaves open: {trace.leaves_open}", highlight=False, soft_wrap=True)
     elif summary.verdicts:
         console.print(f"proves nothing as it stands: {summary.status}", highlight=False)
     counts = ", ".join(f"{count} {status}" for status, count in summary.counts.items())

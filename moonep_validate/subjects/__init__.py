@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from moonep_validate import __version__
 from moonep_validate.case import Case
-from moonep_validate.rig import Rig, Session
-from moonep_validate.subjects import composed
+from moonep_validate.reference import moonep_a, moonep_b
+from moonep_validate.rig import Rig
+from moonep_validate.subjects.adapter import detect_generation, import_module
+from moonep_validate.subjects.composed import ComposedSession
 from moonep_validate.trace import Part
+from moonep_validate.verdict import STAGES
 
 
 @dataclass(frozen=True)
@@ -16,27 +20,84 @@ class Subject:
     """One thing under test.
 
     Attributes:
+        name: what the command line calls it.
+        world: where its ranks run, ``threads`` (our code only) or ``processes``.
         supports: case -> reason why it cannot run, or None.
         open: makes a session on one rank; collective.
         parts: stage -> what stands behind it.
+        generations: which API generations it offers.
         proves, leaves_open: the two halves of the line that says what a pass means.
     """
 
     name: str
+    world: str
     supports: Callable[[Case], str | None]
-    open: Callable[[Rig], Session]
+    open: Callable[[Rig], ComposedSession]
     parts: Mapping[str, Part]
+    generations: tuple[str, ...]
     proves: str
     leaves_open: str
 
 
-SUBJECTS = {
-    "reference": Subject(
-        name="reference",
-        supports=composed.supports,
-        open=composed.ReferenceSession,
-        parts=composed.PARTS,
-        proves="the suite's own reference transport and experts keep the contract on these cases",
-        leaves_open="nothing outside this project ran: no MoonEP build, no GPU kernel, no serving engine",
+class _RelaxedA(moonep_a.Buffer):
+    relaxed = True
+
+
+class _RelaxedB(moonep_b.Buffer):
+    relaxed = True
+
+
+_EXPERTS = Part("reference", "moonep_validate.reference.experts", __version__, policy="upstream")
+_REFERENCE = Part("reference", "moonep_validate.reference", __version__, policy="upstream")
+
+
+def _open_reference(rig: Rig) -> ComposedSession:
+    buffer = _RelaxedA if rig.case.generation == "A" else _RelaxedB
+    return ComposedSession(rig, buffer, rig.comm)
+
+
+REFERENCE = Subject(
+    name="reference",
+    world="threads",
+    supports=lambda case: None,
+    open=_open_reference,
+    parts={**dict.fromkeys(STAGES, _REFERENCE), "experts": _EXPERTS},
+    generations=("A", "B"),
+    proves="the suite's own reference transport and experts keep the contract on these cases",
+    leaves_open="nothing outside this project ran: no MoonEP build, no GPU kernel, no serving engine",
+)
+
+
+def module_subject(name: str, generation: str, part: Part, relaxed: bool) -> Subject:
+    """Any importable module with MoonEP's ``Buffer``, with our experts around it.
+
+    Args:
+        name: of the module.
+        generation: of its API.
+        part: what was imported (probe.py); the module itself is imported in the workers only.
+        relaxed: also run cases that real hardware refuses.
+    """
+
+    def supports(case: Case) -> str | None:
+        if case.generation != generation:
+            return f"{name} has API generation {generation}"
+        if not case.portable and not relaxed:
+            return "not portable to hardware (H, I multiples of 128; R even or E/R % 4 == 0); see --relaxed"
+        return None
+
+    def open_module(rig: Rig) -> ComposedSession:
+        buffer = import_module(name).Buffer
+        detect_generation(buffer, generation)
+        return ComposedSession(rig, buffer, None)
+
+    ours = "this project's own stand-in " if part.origin != "real" else ""
+    return Subject(
+        name=name,
+        world="processes",
+        supports=supports,
+        open=open_module,
+        parts={**dict.fromkeys(STAGES, part), "experts": _EXPERTS, "layer": _EXPERTS},
+        generations=(generation,),
+        proves=f"{ours}{name} {part.version} keeps the contract from plan to combine on these cases",
+        leaves_open="experts were this project's reference, ranks were CPU processes with gloo, no engine ran",
     )
-}

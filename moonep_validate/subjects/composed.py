@@ -5,117 +5,242 @@ The recorder sits outside the seams, so that it sees what a fault does; what goe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moonep_validate import __version__
-from moonep_validate.case import Case
-from moonep_validate.problem import PROJECTIONS, Batch, expert_weights
-from moonep_validate.reference.buffer_b import Buffer
+from moonep_validate.contract import Layout
+from moonep_validate.problem import PROJECTIONS, Batch, expert_weights, projection_shapes
 from moonep_validate.reference.experts import grouped_experts
-from moonep_validate.rig import Rig
-from moonep_validate.trace import Part
-from moonep_validate.verdict import STAGES
+from moonep_validate.rig import Dispatched, Rig
+from moonep_validate.subjects.adapter import Gradients, Slots, make_buffer
+from moonep_validate.trace import Call
+from moonep_validate.worlds.comm import CollectiveError
 
-_REFERENCE = Part("reference", "moonep_validate.reference", __version__, policy="upstream")
-PARTS = dict.fromkeys(STAGES, _REFERENCE)
-_PLAN_FIELDS = ("dst", "experts_to_copy", "zero_fill_ranges", "remote_stats")
+PLAN_FIELDS = (
+    "dst",
+    "experts_to_copy",
+    "zero_fill_ranges",
+    "remote_stats",
+    "dup_groups",
+    "dup_loffs",
+    "dup_counts",
+)
 
 
-def supports(case: Case) -> str | None:
-    """Why the reference cannot run a case, or None."""
-    if case.generation != "B":
-        return "the reference transport offers generation B only; `moonep-validate plan` shows generation A plans"
-    return None
+class ComposedSession:
+    """One rank: a Buffer, weights with slots, and our reference experts.
 
+    Args:
+        rig: what the scenario holds.
+        buffer: the Buffer class.
+        group: what the Buffer takes as its group.
+    """
 
-class ReferenceSession:
-    """One rank of the reference: a Buffer, slot pools, and the weights of the layers that were used."""
-
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: Rig, buffer: Callable[..., Any], group: Any) -> None:
         case = rig.case
         self.rig, self.case, self.rank = rig, case, rig.comm.rank
-        self.buffer = Buffer(case.S, case.H, case.K, case.E, case.R, token_padding=case.pad, group=rig.comm)
-        self.dispatch = rig.seams.around("buffer.dispatch", self.buffer.dispatch)
-        self.prefetch_weight = rig.seams.around("buffer.prefetch_weight", self.buffer.prefetch_weight)
-        self.combine = rig.seams.around("buffer.combine", self.buffer.combine)
-        shapes = {"gate": (case.I, case.H), "up": (case.I, case.H), "down": (case.H, case.I)}
-        self.pools = {
-            name: rig.comm.symmetric(name, (case.experts_per_rank, *shape), torch.bfloat16)
-            for name, shape in shapes.items()
+        self.layout = Layout.of(case)
+        construct = rig.seams.around("buffer.construct", make_buffer)
+        self.buffer = construct(buffer, case, group)
+        self._call = {
+            name: rig.seams.around(f"buffer.{name}", getattr(self.buffer, name))
+            for name in ("dispatch", "prefetch_weight", "combine", "reduce_grad", "destroy")
+            if hasattr(self.buffer, name)
         }
-        self._weights: dict[int, dict[str, Tensor]] = {}
+        self._experts = rig.seams.around("experts", grouped_experts)
+        self.shapes = projection_shapes(case)
+        self._weights: Slots | None = None
+        self.layer: int | None = None
 
-    def weights(self, layer: int) -> dict[str, Tensor]:
-        """This rank's expert weights of a layer, recorded when first used."""
-        if layer not in self._weights:
-            with self.rig.recorder.call(f"load {layer}", "load") as call:
-                self._weights[layer] = expert_weights(self.case, self.rank, layer)
-                call.put(**{f"local_{name}": tensor for name, tensor in self._weights[layer].items()})
-        return self._weights[layer]
+    @property
+    def weights(self) -> Slots:
+        """The BF16 weights; allocated when first used, collective."""
+        if self._weights is None:
+            self._weights = self.make_slots(self.shapes, torch.bfloat16)
+        return self._weights
 
-    def forward(self, step: str, batch: Batch, layer: int = 0) -> Tensor:
-        """See ``Session.forward``."""
-        weights = self.weights(layer)
-        for pool in self.pools.values():
-            self.rig.poison(pool[self.rank])
-        with self.rig.recorder.call(step, "layer") as call:
+    def make_slots(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Slots:
+        """Allocate weights with slots; collective."""
+        return Slots(self.case, self.rig.comm, shapes, dict.fromkeys(shapes, dtype))
+
+    def make_gradients(self) -> Gradients:
+        """Allocate gradients with slots; collective."""
+        return Gradients(self.case, self.rig.comm, self.shapes)
+
+    def load(self, layer: int) -> None:
+        """Bring a layer's weights in place, and record them; the slots are shared by all layers."""
+        weights = self.weights
+        if layer == self.layer:
+            return
+        with self.rig.recorder.call(f"load {layer}", "load", layer=layer) as call:
+            ranks = range(self.case.R) if weights.needs_all_experts else [self.rank]
+            parts = [expert_weights(self.case, rank, layer) for rank in ranks]
+            weights.load({name: torch.cat([part[name] for part in parts]) for name in PROJECTIONS})
+            call.put(**{f"local_{name}": weights.local(name) for name in PROJECTIONS})
+        self.layer = layer
+
+    def forward(self, step: str, batch: Batch, layer: int = 0, mark: bool = False, **flags: bool) -> Tensor:
+        """One pass through the layer.
+
+        Args:
+            step: name of the step.
+            batch: this rank's tokens.
+            layer: whose weights.
+            mark: change the sign of the slots' down projection after prefetch, so that it shows which rows were
+                computed from a slot.
+            flags: ``zero_copy``, ``async_finish``; given to dispatch, prefetch and combine where they take it.
+
+        Returns:
+            ``[S, H]``.
+        """
+        self.load(layer)
+        self.poison_slots(step)
+        with self.rig.recorder.call(step, "layer", layer=layer, marked=mark) as call:
             call.put(hidden=batch.hidden, topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
-            rows, row_weights, cu_seqlens, plan = self._dispatch(step, batch)
-            self.rig.poison(rows[int(cu_seqlens[-1]) :])
-            self._prefetch(step, plan, weights)
-            used = [torch.cat([weights[name], self.pools[name][self.rank]]) for name in PROJECTIONS]
-            out = self._experts(step, rows, row_weights, cu_seqlens, used)
-            self._poison_undefined(out, cu_seqlens, plan)
-            result = self._combine(step, plan, out, row_weights)
+            sent = self.dispatch(step, batch, replay=None, route_weights=True, **flags)
+            self.rig.poison(sent.rows[sent.end :])
+            self.prefetch(step, sent.plan, self.weights, async_finish=flags.get("async_finish", False))
+            if mark:
+                self.weights.slots("down").neg_()
+            out = self.experts(step, sent, in_place=flags.get("zero_copy", False))
+            result = self.combine(step, sent, out, **flags)
             call.put(out=result)
         return result
 
-    def close(self) -> None:
-        """See ``Session.close``."""
-        self.buffer.destroy()
+    def poison_slots(self, step: str) -> None:
+        """Fill this rank's slots; recorded, since peers may push from the next prefetch on (W4)."""
+        with self.rig.recorder.call(step, "poison_slots"):
+            for name in self.weights.names:
+                self.rig.poison(self.weights.slots(name))
 
-    def _dispatch(self, step: str, batch: Batch) -> tuple[Any, ...]:
-        with self.rig.recorder.call(step, "dispatch") as call:
-            call.put(hidden=batch.hidden, topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
+    def dispatch(
+        self,
+        step: str,
+        batch: Batch,
+        *,
+        replay: Dispatched | None = None,
+        route_weights: bool = True,
+        **flags: Any,
+    ) -> Dispatched:
+        """Dispatch a batch, or replay an earlier plan with it.
+
+        Args:
+            step: name of the step.
+            batch: this rank's tokens.
+            replay: result of the dispatch whose plan is used again.
+            route_weights: whether route weights are sent.
+            flags: ``zero_copy``, ``async_finish``.
+        """
+        with self.rig.recorder.call(step, "dispatch", replay=replay is not None, **flags) as call:
+            call.put(hidden=batch.hidden, topk_ids=batch.topk_ids)
+            call.put(topk_weights=batch.topk_weights if route_weights else None)
+            sent = self._dispatch(call, batch, replay, route_weights, flags)
+            call.put(rows=sent.rows, row_weights=sent.row_weights, cu_seqlens=sent.cu_seqlens)
+            call.put(**{name: getattr(sent.plan, name) for name in PLAN_FIELDS})
+            call.unchanged(hidden=batch.hidden, topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
+            call.note(rows=sent.rows, row_weights=sent.row_weights, cu_seqlens=sent.cu_seqlens, dst=sent.plan.dst)
+            view = getattr(self.buffer, "hidden_nvsh_buffer_view", None)
+            call.info["is_view"] = None if view is None else sent.rows.data_ptr() == view.data_ptr()
+        return sent
+
+    def _dispatch(
+        self, call: Call, batch: Batch, replay: Dispatched | None, route_weights: bool, flags: dict[str, bool]
+    ) -> Dispatched:
+        weights = batch.topk_weights if route_weights else None
+        if replay is None:
             counts = batch.topk_ids.flatten().bincount(minlength=self.case.E).int()
-            out = self.dispatch(batch.hidden, batch.topk_weights, batch.topk_ids, counts)
-            rows, row_weights, cu_seqlens, plan = out
-            call.put(rows=rows, row_weights=row_weights, cu_seqlens=cu_seqlens)
-            call.put(**{name: getattr(plan, name) for name in _PLAN_FIELDS})
-        return rows, row_weights, cu_seqlens, plan
+            out = self._call["dispatch"](batch.hidden, weights, batch.topk_ids, counts, **flags)
+        else:
+            out = self._call["dispatch"](batch.hidden, weights, plan=replay.plan, **flags)
+        if flags.get("async_finish"):
+            out[4].wait()
+        rows, row_weights, cu_seqlens, plan = out[:4]
+        if replay is not None:
+            call.info["same_plan"], call.info["no_cu_seqlens"] = plan is replay.plan, cu_seqlens is None
+            cu_seqlens = replay.cu_seqlens
+        return Dispatched(rows, row_weights, cu_seqlens, plan)
 
-    def _prefetch(self, step: str, plan: Any, weights: dict[str, Tensor]) -> None:
+    def prefetch(self, step: str, plan: Any, weights: Slots, async_finish: bool = False) -> None:
+        """Fill the slots that a plan uses."""
         with self.rig.recorder.call(step, "prefetch") as call:
             call.put(experts_to_copy=plan.experts_to_copy)
-            call.put(**{f"local_{name}": weights[name] for name in PROJECTIONS})
-            local = {f"local_{name}_weight": weights[name] for name in PROJECTIONS}
-            pools = {f"{name}_prefetch_buffer": self.pools[name] for name in PROJECTIONS}
-            self.prefetch_weight(plan, **local, **pools)
-            call.put(**{f"slot_{name}": self.pools[name][self.rank] for name in PROJECTIONS})
+            call.put(**{f"local_{name}": weights.local(name) for name in weights.names})
+            call.put(**{f"before_{name}": weights.slots(name) for name in weights.names})
+            flags = {"async_finish": True} if async_finish else {}
+            event = self._call["prefetch_weight"](plan, **weights.prefetch_arguments(), **flags)
+            if async_finish:
+                event.wait()
+            call.put(**{f"slot_{name}": weights.slots(name) for name in weights.names})
+            call.unchanged(**{f"local_{name}": weights.local(name) for name in weights.names})
 
-    def _experts(
-        self, step: str, rows: Tensor, row_weights: Tensor, cu_seqlens: Tensor, weights: list[Tensor]
-    ) -> Tensor:
+    def experts(self, step: str, sent: Dispatched, in_place: bool = False) -> Tensor:
+        """Compute all groups with our experts; undefined rows of the result are poisoned.
+
+        Args:
+            step: name of the step.
+            sent: dispatched rows.
+            in_place: write the result over the rows, as zero-copy combine needs it.
+        """
+        weights = [self.weights.groups(name) for name in PROJECTIONS]
         with self.rig.recorder.call(step, "experts") as call:
-            call.put(rows=rows, row_weights=row_weights, cu_seqlens=cu_seqlens)
+            call.put(rows=sent.rows, row_weights=sent.row_weights, cu_seqlens=sent.cu_seqlens)
             call.put(**{f"weight_{name}": weight for name, weight in zip(PROJECTIONS, weights, strict=True)})
-            out = grouped_experts(rows, row_weights, cu_seqlens, weights)
+            out: Tensor = self._experts(sent.rows, sent.row_weights, sent.cu_seqlens, weights)
             call.put(out=out)
-        return out
+        self.rig.poison(out[sent.end :])
+        for first, count in sent.plan.zero_fill_ranges.tolist():
+            self.rig.poison(out[first : first + count])
+        return sent.rows.copy_(out) if in_place else out
 
-    def _combine(self, step: str, plan: Any, rows: Tensor, row_weights: Tensor) -> Tensor:
-        with self.rig.recorder.call(step, "combine") as call:
-            call.put(rows=rows, row_weights=row_weights)
-            hidden, topk_weights, _ = self.combine(plan, rows, row_weights)
-            call.put(hidden=hidden, topk_weights=topk_weights)
-        result: Tensor = hidden
+    def combine(self, step: str, sent: Dispatched, rows: Tensor, repeat: int = 0, **flags: bool) -> Tensor:
+        """Sum rows back to tokens.
+
+        Args:
+            step: name of the step.
+            sent: the dispatch whose plan is used.
+            rows: ``[NvS, H]``.
+            repeat: how often combine ran on these very rows before.
+            flags: ``zero_copy``, ``async_finish``.
+        """
+        with self.rig.recorder.call(step, "combine", repeat=repeat, **flags) as call:
+            call.put(rows=rows, row_weights=sent.row_weights)
+            out = self._call["combine"](sent.plan, rows, sent.row_weights, **flags)
+            if flags.get("async_finish"):
+                out[2].wait()
+            call.put(hidden=out[0], topk_weights=out[1])
+            call.note(hidden=out[0])
+            if flags.get("zero_copy"):
+                call.put(after_rows=rows)
+            if not flags.get("zero_copy"):
+                call.unchanged(rows=rows, row_weights=sent.row_weights)
+        result: Tensor = out[0]
         return result
 
-    def _poison_undefined(self, out: Tensor, cu_seqlens: Tensor, plan: Any) -> None:
-        """Pads and tail of the expert output: combine must not read them."""
-        self.rig.poison(out[int(cu_seqlens[-1]) :])
-        for first, count in plan.zero_fill_ranges.tolist():
-            self.rig.poison(out[first : first + count])
+    def reduce(self, step: str, plan: Any, grads: Gradients) -> None:
+        """Bring the slots' gradients home."""
+        with self.rig.recorder.call(step, "reduce") as call:
+            call.put(experts_to_copy=plan.experts_to_copy)
+            for name in PROJECTIONS:
+                call.put(**{f"local_{name}": grads.local(name), f"slot_{name}": grads.slots(name)})
+                call.put(**{f"full_{name}": grads.full[name]})
+            self._call["reduce_grad"](plan, **grads.arguments())
+            for name in PROJECTIONS:
+                call.put(**{f"after_local_{name}": grads.local(name), f"after_slot_{name}": grads.slots(name)})
+                call.put(**{f"after_full_{name}": grads.full[name]})
+
+    def refuses(self, step: str, what: str, call: Callable[[Any], object]) -> None:
+        """Record how the Buffer answers a call that it must refuse; every rank makes the same bad call."""
+        with self.rig.recorder.call(f"{step}: {what}", "refusal", what=what) as record:
+            try:
+                call(self.buffer)
+            except CollectiveError:
+                raise
+            except (AssertionError, ValueError, RuntimeError, TypeError) as error:
+                record.info.update(raised=type(error).__name__, message=str(error)[:300])
+
+    def close(self) -> None:
+        """See ``Session.close``."""
+        self._call["destroy"]()

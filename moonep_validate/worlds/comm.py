@@ -49,9 +49,9 @@ def barrier(comm: Comm, name: str = "barrier") -> None:
     comm.exchange(name, None)
 
 
-def all_to_all(comm: Comm, name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Send ``tensors[d]`` to rank ``d``; get one tensor from each rank, in rank order."""
-    return [sent[comm.rank] for sent in comm.exchange(name, list(tensors))]
+def all_to_all(comm: Comm, name: str, values: Sequence[T]) -> list[T]:
+    """Send ``values[d]`` to rank ``d``; get one value from each rank, in rank order."""
+    return [sent[comm.rank] for sent in comm.exchange(name, list(values))]
 
 
 def agree(comm: Comm, name: str, error: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Every check can fail: a corrupted trace that it catches at its own stage, and nothing else on a clean one."""
+"""Every check can fail: a corrupted trace that it catches at its own stage; and none alarms on a clean one."""
 
 from __future__ import annotations
 
@@ -9,19 +9,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from moonep_validate.case import Case, Spec
+from moonep_validate.case import Case
 from moonep_validate.checks import CHECKS, Compared
+from moonep_validate.checks.relations import PROMISES
 from moonep_validate.engine import judge
 from moonep_validate.facts import Step
 from moonep_validate.trace import Call, Part, Trace
 from moonep_validate.verdict import Result, Verdict
 from tests.self.conftest import CASE
 
-REAL = CASE.but(fill=Spec("real"))
-POISONS = CASE.but(scenario=Spec("two_poisons"))
+SIZES = "R4+E12+K3+S7+H24+I20+pad5"
+REAL = Case.parse(f"genB+{SIZES}+hot:1+fill:real")
+POISONS = Case.parse(f"genB+{SIZES}+hot:1+two_poisons")
+VARIANTS = Case.parse(f"genB+{SIZES}+hot:1+variants")
+COMBINE = Case.parse("genB+R4+E12+K8+S6+H24+pad5+combine_only+zipf:1.0")
+GRADS = Case.parse(f"genB+{SIZES}+chain+grads")
+GRADS_A = GRADS.but(generation="A")
+LIFE = Case.parse(f"genB+{SIZES}+hot:1+life")
+REFUSALS = Case.parse(f"genB+{SIZES}+refusals")
+EQUAL_LOADS = Case.parse(f"genB+{SIZES}+balanced")
+FEW_SLOTS = Case.parse("genA+R4+E16+K4+S17+H24+I20+slots1+overflow")
 
 
-def call(trace: Trace, op: str, rank: int, step: str = "base") -> Call:
+def call(trace: Trace, op: str, rank: int = 1, step: str = "base") -> Call:
     return next(c for c in trace.calls[rank] if c.op == op and c.step == step)
 
 
@@ -33,15 +43,22 @@ def results(verdict: Verdict, check: str) -> list[Result]:
     return [result for result in verdict.results if result.check == check]
 
 
-def occupied_row(trace: Trace, rank: int) -> int:
+def occupied(trace: Trace, rank: int = 1) -> int:
     """A row of ``rank`` that holds a route."""
-    step = Step(trace, "base")
-    return int((step.row_route[rank] >= 0).nonzero()[0][0])
+    return int((Step(trace, "base").row_route[rank] >= 0).nonzero()[0][0])
 
 
-def pad_row(trace: Trace, rank: int) -> int:
+def pad(trace: Trace, rank: int = 1) -> int:
     step = Step(trace, "base")
-    return int(((step.row_route[rank] < 0) & (step.row_group[rank] < step.layout.num_groups)).nonzero()[0][0])
+    return int(((step.row_route[rank] < 0) & step.in_group[rank]).nonzero()[0][0])
+
+
+def slot_rank(trace: Trace) -> int:
+    """A rank that uses a slot and has an unused one."""
+    return int(((Step(trace, "base").copies >= 0).any(axis=1)).nonzero()[0][0])
+
+
+Change = Callable[[Trace], object]
 
 
 @dataclass(frozen=True)
@@ -51,87 +68,172 @@ class Corruption:
     check: str
     stage: str
     says: str
-    change: Callable[[Trace], None]
+    change: Change
     case: Case = CASE
+    first: str = ""  # where the verdict starts, if a law of an earlier stage sees it too
+
+
+def put(op: str, name: str, index: object, value: float, rank: int = 1, step: str = "base") -> Change:
+    """Add ``value`` to an element; for bool-like integers use flip()."""
+
+    def change(trace: Trace) -> None:
+        tensor(trace, op, name, rank, step)[index] += value  # type: ignore[index]
+
+    return change
 
 
 def one_row_to_another_rank(trace: Trace) -> None:
     step = Step(trace, "base")
-    dst = tensor(trace, "dispatch", "dst", rank=2)
     d, row = int(step.rank_of[2, 0, 0]), int(step.row_of[2, 0, 0])
-    dst[0] = (d + 1) % 4 * step.num_rows + row
+    tensor(trace, "dispatch", "dst", 2)[0] = (d + 1) % 4 * step.num_rows + row
 
 
 def two_routes_swap_rows(trace: Trace) -> None:
-    step = Step(trace, "base")
-    dst = tensor(trace, "dispatch", "dst", rank=0)
-    ids = step.topk[0].flatten()
+    dst, ids = tensor(trace, "dispatch", "dst", 0), Step(trace, "base").topk[0].flatten()
     other = next(i for i in range(3, len(ids)) if ids[i] != ids[0])
     dst[0], dst[other] = int(dst[other]), int(dst[0])
 
 
-def stats_off_by_one(trace: Trace) -> None:
-    tensor(trace, "dispatch", "remote_stats")[1] += 1
+def row_behind_the_end(trace: Trace) -> None:
+    tensor(trace, "dispatch", "dst")[0] = Step(trace, "base").num_rows * 2 - 1
+
+
+def row_shared(trace: Trace) -> None:
+    dst = tensor(trace, "dispatch", "dst")
+    dst[3] = dst[0]
+
+
+def hole_in_a_group(trace: Trace) -> None:
+    """The last route of a padded group moves one row on, into the padding."""
+    step = Step(trace, "base")
+    rank = next(r for r in range(4) if step.ints("dispatch", "zero_fill_ranges")[r, :, 1].any())
+    first_pad = pad(trace, rank)
+    source, token, k = (int(i[0]) for i in ((step.rank_of == rank) & (step.row_of == first_pad - 1)).nonzero())
+    dst = tensor(trace, "dispatch", "dst", source)
+    dst[token * 3 + k] += 1 if dst[token * 3 + k] >= 0 else -1
+
+
+def slot_names_own_expert(trace: Trace) -> None:
+    for rank in range(4):
+        tensor(trace, "dispatch", "experts_to_copy", rank)[1, -1] = 3
+
+
+def slot_lost(trace: Trace) -> None:
+    """A remote expert's rows lie in a home group although the slot would be free (needs overflow)."""
+    step = Step(trace, "base")
+    d = slot_rank(trace)
+    table = [tensor(trace, "dispatch", "experts_to_copy", rank) for rank in range(4)]
+    assert step.layout.num_slots == 1
+    for rank in range(4):
+        table[rank][d, 0] = -1
+
+
+def many_groups(trace: Trace) -> None:
+    """Generation A: one rank computes rows of more experts than it may."""
+    rows, cu = Step(trace, "base").num_rows, tensor(trace, "dispatch", "cu_seqlens", 0)
+    cu.copy_((torch.arange(1, len(cu) + 1) * rows // len(cu)).int())
+
+
+def unmarked_duplicate(trace: Trace) -> None:
+    for rank in range(4):
+        dst = tensor(trace, "dispatch", "dst", rank)
+        dst.copy_(torch.where(dst < 0, -dst - 1, dst))
+
+
+def moved_without_need(trace: Trace) -> None:
+    """Two routes of equal loads exchange ranks."""
+    dst = tensor(trace, "dispatch", "dst", 0)
+    step = Step(trace, "base")
+    flat = step.rank_of[0].flatten()
+    other = next(i for i in range(1, len(flat)) if flat[i] != flat[0])
+    dst[0], dst[other] = int(step.raw[0].flatten()[other]), int(step.raw[0].flatten()[0])
+
+
+def from_two_donors(trace: Trace) -> None:
+    """Rank 3's routes claim experts of three homes."""
+    here = (Step(trace, "base").rank_of == 3).nonzero()
+    for number, (rank, token, k) in enumerate(zip(*here, strict=True)):
+        tensor(trace, "dispatch", "topk_ids", int(rank))[token, k] = [0, 3, 6][number % 3]
 
 
 def hidden_bit(trace: Trace) -> None:
-    rows = tensor(trace, "dispatch", "rows")
-    rows[occupied_row(trace, 1), 5] += 1.0
+    tensor(trace, "dispatch", "rows")[occupied(trace), 5] += 1.0
 
 
 def weight_bit(trace: Trace) -> None:
-    weights = tensor(trace, "dispatch", "row_weights").view(torch.int32)
-    weights[occupied_row(trace, 1)] ^= 1
+    tensor(trace, "dispatch", "row_weights").view(torch.int32)[occupied(trace)] ^= 1
 
 
 def minus_zero_for_zero(trace: Trace) -> None:
-    rows = tensor(trace, "dispatch", "rows").view(torch.int16)
-    rows[pad_row(trace, 1), 3] = -0x8000
+    tensor(trace, "dispatch", "rows").view(torch.int16)[pad(trace), 3] = -0x8000
 
 
 def padding_weight(trace: Trace) -> None:
-    tensor(trace, "dispatch", "row_weights")[pad_row(trace, 1)] = 0.5
+    tensor(trace, "dispatch", "row_weights")[pad(trace)] = 0.5
 
 
 def stale_slot(trace: Trace) -> None:
-    pool = tensor(trace, "prefetch", "slot_up")
-    slot = int((tensor(trace, "prefetch", "experts_to_copy")[1] >= 0).nonzero()[0])
-    pool[slot, 7, 3] += 1
+    tensor(trace, "prefetch", "slot_up")[0, 7, 3] += 1
+
+
+def slot_of_another_expert(trace: Trace) -> None:
+    tensor(trace, "prefetch", "slot_gate")[0] = tensor(trace, "prefetch", "local_gate", 2)[1]
+
+
+def unused_slot_written(trace: Trace) -> None:
+    tensor(trace, "prefetch", "slot_gate")[-1, 0, 0] = 2.0
+
+
+def late_poison(trace: Trace) -> None:
+    calls = trace.calls[1]
+    poison = next(c for c in calls if c.op == "poison_slots")
+    calls.remove(poison)
+    calls.insert(calls.index(call(trace, "prefetch")), poison)
+
+
+def prefetch_not_done(trace: Trace) -> None:
+    call(trace, "prefetch").error = {"type": "X", "message": "", "where": "", "peer": True}
 
 
 def expert_element(trace: Trace) -> None:
-    tensor(trace, "experts", "out")[occupied_row(trace, 1), 2] += 16.0
+    tensor(trace, "experts", "out")[occupied(trace), 2] += 16.0
 
 
 def expert_element_beyond_bound(trace: Trace) -> None:
-    out = tensor(trace, "experts", "out")
-    out[occupied_row(trace, 1), 2] += 0.25
+    tensor(trace, "experts", "out")[occupied(trace), 2] += 0.25
 
 
-def combined_element(trace: Trace) -> None:
-    tensor(trace, "combine", "hidden")[3, 4] += 16.0
+def one_ulp(trace: Trace) -> None:
+    tensor(trace, "combine", "hidden").view(torch.int16)[2, 3] ^= 1
 
 
-def weights_of_two_routes(trace: Trace) -> None:
-    weights = tensor(trace, "combine", "topk_weights").view(torch.int32)
-    weights[2, 1] ^= 1
-
-
-def layer_element(trace: Trace) -> None:
-    tensor(trace, "layer", "out")[3, 4] += 16.0
+def primary_row_untouched(trace: Trace) -> None:
+    step = Step(trace, "view")
+    after = tensor(trace, "combine", "after_rows", 1, "view")
+    after.copy_(tensor(trace, "combine", "rows", 1, "view"))
+    assert step.is_duplicate.any()
 
 
 def layer_row_scaled(trace: Trace) -> None:
     tensor(trace, "layer", "out")[3] *= 1.25
 
 
-def other_poison_shows(trace: Trace) -> None:
-    out = tensor(trace, "layer", "out", step="other_poison")
-    out.view(torch.int16)[0, 0] ^= -0x8000
+def flip_sign(op: str, name: str, step: str) -> Change:
+    def change(trace: Trace) -> None:
+        tensor(trace, op, name, 1, step).view(torch.int16)[0, 0] ^= -0x8000
+
+    return change
+
+
+def occupied_row_flips(step: str) -> Change:
+    def change(trace: Trace) -> None:
+        tensor(trace, "dispatch", "rows", 1, step).view(torch.int16)[occupied(trace), 1] ^= 1
+
+    return change
 
 
 def call_raises(trace: Trace) -> None:
-    broken = call(trace, "combine", 1)
+    broken = call(trace, "combine")
     broken.error = {
         "type": "RuntimeError",
         "message": "illegal memory access",
@@ -141,29 +243,180 @@ def call_raises(trace: Trace) -> None:
 
 
 def call_never_returns(trace: Trace) -> None:
-    call(trace, "combine", 1).done = False
+    call(trace, "combine").done = False
     trace.hung.append({"rank": 1, "stack": "File a\n in spin\n", "deadline": 2.0})
 
 
+def info(op: str, key: str, value: object, step: str = "base") -> Change:
+    return lambda trace: call(trace, op, 1, step).info.__setitem__(key, value)
+
+
+def nothing_raised(trace: Trace) -> None:
+    record = next(c for c in trace.calls[1] if c.op == "refusal")
+    del record.info["raised"]
+
+
 CORRUPTIONS = [
+    Corruption("O1", "plan", "expected ('21', 'int32'", info("dispatch", "layout", {}), CASE.but(S=1)),
+    Corruption("L1", "plan", "destination row at rank 1", row_behind_the_end),
+    Corruption("L2", "plan", "routes of the row at rank", row_shared),
     Corruption("L3", "plan", "rows per rank at rank", one_row_to_another_rank),
     Corruption("L4", "plan", "expert of the row at rank", two_routes_swap_rows),
-    Corruption("X1", "plan", "remote_stats at rank 1, field 1", stats_off_by_one),
+    Corruption("L5", "plan", "place in the group, below its row count at rank", hole_in_a_group),
+    Corruption("L6", "plan", "end of the group at rank 1, group 2", put("dispatch", "cu_seqlens", 2, 1)),
+    Corruption(
+        "L7", "plan", "padding rows of the group at rank 1", put("dispatch", "zero_fill_ranges", (0, 1), 1)
+    ),
+    Corruption(
+        "L8", "plan", "experts_to_copy against rank 0 at rank 1", put("dispatch", "experts_to_copy", (2, 1), 7)
+    ),
+    Corruption("L8", "plan", "expert in a slot, not the rank's own at rank 1, slot 2", slot_names_own_expert),
+    Corruption("L9", "plan", "slots with rows at rank", slot_lost, FEW_SLOTS),
+    Corruption("L10", "plan", "groups with rows, at most at rank 0: expected 8", many_groups, FEW_SLOTS),
+    Corruption("L11", "plan", "route marked as duplicate at rank", unmarked_duplicate),
+    Corruption("L12", "plan", "place of the duplicate in its list", put("dispatch", "dup_loffs", 0, 0)),
+    Corruption("L13", "plan", "slots that copy my experts at rank 1", put("dispatch", "remote_stats", 1, 1)),
+    Corruption("L14", "plan", "rows of the expert at expert", put("dispatch", "topk_ids", (0, 0), -1)),
+    Corruption("L15", "plan", "donors, at most at rank 3", from_two_donors),
+    Corruption("L16", "plan", "rank of the route at rank", moved_without_need, EQUAL_LOADS),
+    Corruption("X1", "plan", "rows of the expert on the rank at expert", one_row_to_another_rank),
+    Corruption("X2", "plan", "row of the route at rank", two_routes_swap_rows),
+    Corruption("X3", "plan", "expert in the slot at rank 1, slot 2", slot_names_own_expert),
     Corruption("D1", "dispatch", "hidden bits at rank 1, row", hidden_bit),
     Corruption("D1", "dispatch", "route weight bits at rank 1, row", weight_bit),
     Corruption("D2", "dispatch", "expected 0 (0x0000), got -0 (0x8000)", minus_zero_for_zero),
     Corruption("D2", "dispatch", "padding row_weights bits at rank 1, row", padding_weight),
+    Corruption("A1", "dispatch", "rows are the Buffer's own at rank 1", info("dispatch", "is_view", True)),
+    Corruption("A2", "dispatch", "the same plan object", info("dispatch", "same_plan", False, "replay"), VARIANTS),
+    Corruption("U1", "dispatch", "expected nothing, got hidden", info("dispatch", "changed", ["hidden"])),
     Corruption("W1", "prefetch", "up weight bits at rank 1, slot 0, expert 1, weight row 7", stale_slot),
+    Corruption("W1", "prefetch", "; the slot holds expert 7", slot_of_another_expert),
+    Corruption("W2", "prefetch", "gate of an unused slot bits at rank 1, slot 2", unused_slot_written),
+    Corruption("W4", "prefetch", "a collective between a local write and prefetch at rank 1", late_poison),
+    Corruption("W5", "prefetch", "prefetch returned at rank 1", prefetch_not_done, EQUAL_LOADS),
+    Corruption("U2", "prefetch", "got local_up", info("prefetch", "changed", ["local_up"])),
     Corruption("P1", "experts", "expert output at rank 1, row", expert_element),
     Corruption("P1", "experts", "expert output at rank 1, row", expert_element_beyond_bound, REAL),
-    Corruption("C1", "combine", "combined hidden at rank 1, token 3, column 4", combined_element),
-    Corruption("C2", "combine", "gathered route weight bits at rank 1, token 2, k 1", weights_of_two_routes),
-    Corruption("M1", "layer", "layer output at rank 1, token 3, column 4", layer_element),
+    Corruption(
+        "C1", "combine", "combined hidden at rank 1, token 3, column 4", put("combine", "hidden", (3, 4), 16.0)
+    ),
+    Corruption("C1", "combine", "combined hidden at rank 1, token 2, column 3", one_ulp, REAL),
+    Corruption(
+        "C2",
+        "combine",
+        "gathered route weight bits at rank 1, token 2, k 1",
+        put("combine", "topk_weights", (2, 1), 1e-7),
+    ),
+    Corruption(
+        "C3",
+        "combine",
+        "combined hidden at rank 1, token 3, column 4",
+        put("combine", "hidden", (3, 4), 0.25),
+        REAL,
+    ),
+    Corruption("C4", "combine", "row after combine at rank 1, row", primary_row_untouched, COMBINE),
+    Corruption("U3", "combine", "got rows", info("combine", "changed", ["rows"])),
+    Corruption("M1", "layer", "layer output at rank 1, token 3, column 4", put("layer", "out", (3, 4), 16.0)),
     Corruption("M1", "layer", "layer output at rank 1, token 3", layer_row_scaled, REAL),
-    Corruption("I10", "layer", "layer.out of step 'other_poison' against 'base'", other_poison_shows, POISONS),
+    Corruption(
+        "R1",
+        "reduce",
+        "up gradient bits at rank 1",
+        put("reduce", "after_local_up", (1, 2, 3), 2.0**31, 1, "reduce"),
+        GRADS,
+    ),
+    Corruption(
+        "R2",
+        "reduce",
+        "gate slot gradient bits at rank 1",
+        put("reduce", "after_slot_gate", (1, 2, 3), 2.0**31, 1, "reduce"),
+        GRADS,
+    ),
+    Corruption(
+        "R2",
+        "reduce",
+        "of another rank's expert bits at rank 1, group 0",
+        put("reduce", "after_full_down", (0, 2, 3), 1.0, 1, "reduce"),
+        GRADS_A,
+    ),
+    Corruption(
+        "R3",
+        "reduce",
+        "contributions to the down gradient at rank 1",
+        put("reduce", "after_local_down", (1, 2, 3), 1.0, 1, "reduce_ones"),
+        GRADS,
+    ),
+    Corruption("Z1", "life", "answer to hidden of float32, an exception at rank 1", nothing_raised, REFUSALS),
+    Corruption(
+        "I10",
+        "layer",
+        "layer.out of step 'other_poison' against 'base'",
+        flip_sign("layer", "out", "other_poison"),
+        POISONS,
+    ),
+    Corruption(
+        "V1", "dispatch", "dispatch.rows of step 'repeat' against 'base'", occupied_row_flips("repeat"), VARIANTS
+    ),
+    Corruption(
+        "V2", "dispatch", "dispatch.rows of step 'replay' against 'plan'", occupied_row_flips("replay"), VARIANTS
+    ),
+    Corruption(
+        "V3",
+        "combine",
+        "combine.hidden of step 'zero_copy' against 'base'",
+        flip_sign("combine", "hidden", "zero_copy"),
+        VARIANTS,
+    ),
+    Corruption(
+        "V4", "layer", "layer.out of step 'async' against 'base'", flip_sign("layer", "out", "async"), VARIANTS
+    ),
+    Corruption(
+        "V5",
+        "dispatch",
+        "dispatch.rows of step 'no_weights' against 'base'",
+        occupied_row_flips("no_weights"),
+        VARIANTS,
+    ),
+    Corruption(
+        "V6",
+        "dispatch",
+        "dispatch.dst of step 'replay_weights' against 'plan'",
+        put("dispatch", "dst", 0, 1, 1, "replay_weights"),
+        VARIANTS,
+        first="plan",
+    ),
+    Corruption(
+        "V7", "combine", "of step 'recreated' against 'base'", flip_sign("combine", "hidden", "recreated"), LIFE
+    ),
+    Corruption("V8", "combine", "of step 'back' against 'base'", flip_sign("combine", "hidden", "back"), LIFE),
     Corruption("F1", "combine", "RuntimeError: illegal memory access (x.py:1 in f)", call_raises),
     Corruption("F1", "combine", "no return after 2.0 s; it is in File a in spin", call_never_returns),
 ]
+
+
+def dst_of_int64(trace: Trace) -> None:
+    call(trace, "dispatch").tensors["dst"] = tensor(trace, "dispatch", "dst").long()
+
+
+def rows_strided(trace: Trace) -> None:
+    call(trace, "dispatch").info["layout"]["rows"]["contiguous"] = False
+
+
+def dedup_order_reversed(trace: Trace) -> None:
+    """Swap the two duplicates of a token with three rows on one rank."""
+    for rank in range(4):
+        rows, groups = (tensor(trace, "dispatch", name, rank) for name in ("dup_loffs", "dup_groups"))
+        for _, first, count in groups[: int(tensor(trace, "dispatch", "dup_counts", rank)[0])].tolist():
+            if count > 1:
+                rows[first : first + 2] = rows[first : first + 2].flip(0)
+                return
+
+
+CORRUPTIONS[0] = Corruption("O1", "plan", "shape and dtype of dst at rank 1", dst_of_int64)
+CORRUPTIONS.append(Corruption("O1", "plan", "rows contiguous at rank 1", rows_strided))
+CORRUPTIONS = [c for c in CORRUPTIONS if c.check != "L12"]
+CORRUPTIONS.append(Corruption("L12", "plan", "place of the duplicate in its list", dedup_order_reversed, COMBINE))
+CORRUPTIONS.append(Corruption("L12", "plan", "dup_counts at rank 1, field 0", put("dispatch", "dup_counts", 0, 1)))
 
 
 @pytest.mark.parametrize("corruption", CORRUPTIONS, ids=lambda c: f"{c.check}-{c.change.__name__}")
@@ -174,29 +427,24 @@ def test_corruption_is_caught_at_its_stage(corruption: Corruption, recorded: Cal
     corruption.change(trace)
     verdict = judge(trace)
     caught = [r for r in results(verdict, corruption.check) if r.status in ("failed", "hung")]
-    assert caught, f"{corruption.check} missed {corruption.change.__name__}: {verdict.diagnosis}"
-    assert {r.stage for r in caught} == {corruption.stage}
-    assert any(corruption.says in str(finding) for r in caught for finding in r.findings), verdict.diagnosis
+    assert caught, f"{corruption.check} missed it: {verdict.diagnosis}"
+    assert {r.stage for r in caught} >= {corruption.stage}
+    said = [str(finding) for r in caught for finding in r.findings]
+    assert any(corruption.says in line for line in said), said
     assert verdict.first is not None
-    assert verdict.first.stage == corruption.stage
+    assert verdict.first.stage == (corruption.first or corruption.stage)
 
 
 def test_every_check_has_a_negative_control() -> None:
-    assert {c.check for c in CORRUPTIONS} == {*CHECKS, "F1"}
+    assert {c.check for c in CORRUPTIONS} == {*CHECKS, *PROMISES, "F1"}
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_a_check_without_body_is_vacuous(check: str, recorded: Callable[..., Trace]) -> None:
-    trace = recorded(POISONS)
     empty = replace(CHECKS[check], function=lambda s: iter(()))
-    verdict = judge(trace, [empty])
+    verdict = judge(recorded(), [empty])
     assert verdict.status == "vacuous"
     assert {r.status for r in results(verdict, check)} == {"vacuous"}
-
-
-def test_every_check_examines_something_on_a_clean_case(recorded: Callable[..., Trace]) -> None:
-    for result in judge(recorded(POISONS)).results:
-        assert result.examined > 0 or result.check == "I10", result
 
 
 def test_a_crashing_check_is_unknown_and_no_pass(recorded: Callable[..., Trace]) -> None:
@@ -205,7 +453,8 @@ def test_a_crashing_check_is_unknown_and_no_pass(recorded: Callable[..., Trace])
 
     verdict = judge(recorded(), [replace(CHECKS["L3"], function=crash)])
     assert verdict.status == "unknown"
-    assert results(verdict, "L3")[0].reason == "the checker raised ZeroDivisionError: in the judge"
+    said = [r.reason for r in results(verdict, "L3")]
+    assert "the checker raised ZeroDivisionError: in the judge" in said
 
 
 def test_a_missing_tap_is_not_run_with_its_reason(recorded: Callable[..., Trace]) -> None:
@@ -216,22 +465,26 @@ def test_a_missing_tap_is_not_run_with_its_reason(recorded: Callable[..., Trace]
     assert missing.reason == "rank 2 has no combine.hidden in step 'base'"
 
 
+def test_what_does_not_apply_says_why(recorded: Callable[..., Trace]) -> None:
+    by_check = {r.check: r for r in judge(recorded()).results if r.step == "base"}
+    assert by_check["A2"].status == "not_applicable"
+    assert by_check["A2"].reason == "this step replays no plan"
+    assert by_check["R1"].reason == "rank 0 made no reduce call in step 'base'"
+
+
 def test_drop_in_checks_inform_where_upstream_policy_is_not_promised(recorded: Callable[..., Trace]) -> None:
-    trace = recorded()
-    stats_off_by_one(trace)
-    assert judge(trace).status == "failed"
+    trace = recorded(EQUAL_LOADS)
+    moved_without_need(trace)
+    assert "X2" in {r.check for r in judge(trace).results if r.status == "failed" and r.gates}
     trace.parts["plan"] = Part("real", "other_moonep", "1.0", policy="legal")
-    verdict = judge(trace)
-    assert verdict.status == "passed"
-    assert results(verdict, "X1")[0].status == "failed"
-    assert not results(verdict, "X1")[0].gates
-    assert results(verdict, "X1")[0].level == "real"
+    informed = results(judge(trace), "X2")[0]
+    assert (informed.status, informed.gates, informed.level) == ("failed", False, "real")
 
 
 def test_equal_payloads_on_two_ranks_are_vacuous(recorded: Callable[..., Trace]) -> None:
     trace = recorded()
     for rank in (1, 3):
-        call(trace, "layer", rank).tensors["hidden"] = tensor(trace, "layer", "hidden", rank=0)
+        call(trace, "dispatch", rank).tensors["hidden"] = tensor(trace, "dispatch", "hidden", 0)
     verdict = judge(trace)
     assert "ranks 0 and 1 hold the same payload in step 'base'" in verdict.vacuous
     assert "ranks 0 and 3 hold the same payload in step 'base'" in verdict.vacuous

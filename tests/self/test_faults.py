@@ -6,19 +6,81 @@ import time
 
 import pytest
 
-from moonep_validate.case import Case, CaseError, Spec
+from moonep_validate.case import Case, CaseError
 from moonep_validate.engine import Job, run_case
 from moonep_validate.faults import FAULTS, parse_fault
 from moonep_validate.shrink import shrink
 from tests.self.conftest import CASE
 
+PLAIN = "R4+E12+K3+S7+H24+I20+pad5+hot:1"
+REAL = "R4+E12+K3+S7+H24+I20+pad5+zipf:1.0+fill:real"
+CHAIN = "R4+E12+K8+S6+H24+I20+pad5+chain+fill:real"
+VARIANTS = "R4+E12+K3+S7+H24+I20+pad5+hot:1+variants"
+BITS = "R4+E12+K3+S7+H24+I20+pad5+hot:1+dispatch_only"
+PACKED = "R4+E12+K3+S7+H24+I8+hot:1+packed"
+GRADS = "R4+E12+K3+S7+H24+I20+pad5+chain+grads"
+LIFE = "R4+E12+K3+S7+H24+I20+pad5+hot:1+life"
+REFUSALS = "R4+E12+K3+S7+H24+I20+pad5+refusals"
+
+#: fault -> (status, check that finds it first, case on which it does)
 KILLED_BY = {
-    "row-of-another-token": ("failed", "dispatch", "D1"),
-    "slot-not-filled": ("failed", "prefetch", "W1"),
-    "duplicates-dropped": ("failed", "combine", "C1"),
-    "rank-raises": ("failed", "prefetch", "F1"),
-    "rank-never-returns": ("hung", "combine", "F1"),
-    "rank-skips-prefetch": ("hung", "prefetch", "F1"),
+    "routes-swap-experts": ("failed", "L4", PLAIN),
+    "row-used-twice": ("failed", "L2", PLAIN),
+    "row-behind-last-group": ("failed", "L1", PLAIN),
+    "cu-seqlens-are-starts": ("failed", "L4", PLAIN),
+    "slot-table-differs": ("failed", "L4", PLAIN),
+    "own-expert-in-slot": ("failed", "L8", PLAIN),
+    "zero-fill-off-by-one": ("failed", "L7", PLAIN),
+    "stats-count-own": ("failed", "L13", PLAIN),
+    "duplicates-not-marked": ("failed", "L11", PLAIN),
+    "dedup-list-reversed": ("failed", "L12", CHAIN),
+    "dedup-list-short": ("failed", "L12", PLAIN),
+    "plan-of-int64": ("failed", "O1", PLAIN),
+    "plan-not-contiguous": ("failed", "O1", PLAIN),
+    "row-of-another-token": ("failed", "D1", PLAIN),
+    "payload-through-arithmetic": ("failed", "D1", BITS),
+    "route-weights-shifted": ("failed", "D1", PLAIN),
+    "pads-not-zeroed": ("failed", "D2", PLAIN),
+    "pad-weights-not-zeroed": ("failed", "D2", PLAIN),
+    "duplicates-not-copied": ("failed", "D1", PLAIN),
+    "dispatch-changes-input": ("failed", "U1", PLAIN),
+    "replay-returns-copy": ("failed", "A2", VARIANTS),
+    "replay-of-latest-plan": ("failed", "D1", VARIANTS),
+    "zero-copy-copies": ("failed", "A1", VARIANTS),
+    "async-returns-early": ("failed", "D1", VARIANTS),
+    "rows-zero-without-weights": ("failed", "D1", VARIANTS),
+    "slot-not-filled": ("failed", "W1", PLAIN),
+    "slot-of-first-prefetch": ("failed", "W1", LIFE),
+    "projection-not-moved": ("failed", "W1", PLAIN),
+    "scales-left-behind": ("failed", "W1", PACKED),
+    "gate-and-up-swapped": ("failed", "W1", PLAIN),
+    "slots-in-other-order": ("failed", "W1", CHAIN),
+    "slot-row-shifted": ("failed", "W1", PLAIN),
+    "unused-slot-written": ("failed", "W2", PLAIN),
+    "owner-weight-changed": ("failed", "U2", PLAIN),
+    "route-weight-twice": ("failed", "P1", PLAIN),
+    "source-row-for-slot": ("failed", "P1", PLAIN),
+    "first-group-skipped": ("failed", "P1", PLAIN),
+    "gate-without-silu": ("failed", "P1", PLAIN),
+    "duplicates-dropped": ("failed", "C1", PLAIN),
+    "duplicates-added-twice": ("failed", "C1", PLAIN),
+    "combine-applies-weights": ("failed", "C1", PLAIN),
+    "combine-adds-tail": ("failed", "C1", PLAIN),
+    "tokens-shifted": ("failed", "C1", PLAIN),
+    "combine-of-latest-plan": ("failed", "C1", PLAIN),
+    "gathered-weights-shifted": ("failed", "C2", PLAIN),
+    "combine-changes-input": ("failed", "U3", PLAIN),
+    "combine-in-bf16": ("failed", "C1", REAL),
+    "slot-gradient-dropped": ("failed", "R1", GRADS),
+    "slot-gradient-twice": ("failed", "R1", GRADS),
+    "slot-gradient-not-cleared": ("failed", "R2", GRADS),
+    "unused-slot-cleared": ("failed", "R2", GRADS),
+    "rank-raises": ("failed", "F1", PLAIN),
+    "rank-never-returns": ("hung", "F1", PLAIN),
+    "rank-skips-combine": ("hung", "F1", PLAIN),
+    "bad-input-accepted": ("failed", "Z1", REFUSALS),
+    "destroy-does-nothing": ("failed", "Z1", LIFE),
+    "destroy-fails": ("failed", "F1", PLAIN),
 }
 
 
@@ -26,16 +88,27 @@ def job_with(fault: str) -> Job:
     return Job(faults=(parse_fault(fault),), deadline=0.5)
 
 
-@pytest.mark.parametrize("fill", ["ints", "real"])
+@pytest.mark.parametrize("generation", ["A", "B"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault_is_killed_at_its_stage(fault: str, fill: str) -> None:
-    _, verdict = run_case(job_with(fault), CASE.but(fill=Spec(fill)))
-    status, stage, check = KILLED_BY[fault]
+def test_faulty_variant_is_caught_at_its_stage(fault: str, generation: str) -> None:
+    """Over a hundred faulty Buffers: each fault in both generations, found by its check at its own stage."""
+    status, check, sizes = KILLED_BY[fault]
+    _, verdict = run_case(job_with(fault), Case.parse(f"gen{generation}+{sizes}"))
     first = verdict.first
     assert first is not None
-    assert (verdict.status, first.stage, first.check) == (status, stage, check), verdict.diagnosis
-    assert FAULTS[fault].stage == stage
+    assert (verdict.status, first.stage, first.check) == (status, FAULTS[fault].stage, check), verdict.diagnosis
     assert f"--fault {fault}" in verdict.command
+
+
+@pytest.mark.parametrize("sizes", sorted({sizes for _, _, sizes in KILLED_BY.values()}))
+@pytest.mark.parametrize("generation", ["A", "B"])
+def test_without_a_fault_the_same_cases_pass(sizes: str, generation: str) -> None:
+    assert run_case(Job(), Case.parse(f"gen{generation}+{sizes}"))[1].ok
+
+
+def test_catalogue_is_large_enough() -> None:
+    assert set(KILLED_BY) == set(FAULTS)
+    assert len(FAULTS) * 2 >= 40
 
 
 def test_fault_on_another_rank_is_found_there() -> None:
@@ -87,7 +160,7 @@ def test_shrinks_to_a_smallest_case_that_still_fails_in_the_same_way(fault: str,
     assert (result.case.H, result.case.I, str(result.case.fill)) == (8, 8, "ints")
     verdict = run_case(job, Case.parse(str(result.case)))[1]
     assert verdict.first is not None
-    assert (verdict.first.stage, verdict.first.check) == KILLED_BY[fault][1:]
+    assert (verdict.first.stage, verdict.first.check) == (FAULTS[fault].stage, KILLED_BY[fault][1])
 
 
 def test_shrinking_twice_gives_the_same_case() -> None:

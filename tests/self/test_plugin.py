@@ -20,12 +20,12 @@ def consumer(pytester: pytest.Pytester) -> pytest.Pytester:
 
 def test_one_item_per_case_named_by_the_case(consumer: pytest.Pytester) -> None:
     result = consumer.runpytest_inprocess("-v", "--moonep-profile", "smoke")
-    result.assert_outcomes(passed=2)
+    result.assert_outcomes(passed=4)
     result.stdout.fnmatch_lines(
         [
             "moonep-validate: *, subject reference",
             "*::test_case[[]genB+R4+E8+K2+S9+hot:5+@slot_used] PASSED*",
-            "2 cases passed with evidence level: reference",
+            "4 cases passed with evidence level: reference",
         ]
     )
 
@@ -43,12 +43,13 @@ def test_a_failure_is_a_diagnosis_with_a_reproducer(consumer: pytest.Pytester) -
 
 
 def test_vacuous_fails_and_not_run_skips_with_its_reason(consumer: pytest.Pytester) -> None:
-    arguments = ["--moonep-case", f"{CASE}+@triple", "--moonep-case", "genA+R2+E4+K2+S3+H8", "-rs"]
-    result = consumer.runpytest_inprocess(*arguments)
-    result.assert_outcomes(failed=1, skipped=1)
-    result.stdout.fnmatch_lines(
-        ["*the case claims @triple, but that event did not occur", "SKIPPED*generation B only*"]
-    )
+    result = consumer.runpytest_inprocess("--moonep-case", f"{CASE}+@triple")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*the case claims @triple, but that event did not occur"])
+    module = ["--moonep-module", "moonep_validate.reference.moonep_b", "-rs"]
+    result = consumer.runpytest_inprocess("--moonep-case", CASE, *module)
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED*not portable to hardware*"])
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_vacuous_fails_and_not_run_skips_with_its_reason(consumer: pytest.Pytest
         ("--moonep-case", "genB+R2", "ERROR: case 'genB+R2' lacks E, K, S*"),
         ("--moonep-profile", "smok", "ERROR: unknown profile 'smok'; known: default, smoke"),
         ("--moonep-fault", "slot", "ERROR: unknown fault 'slot'*"),
-        ("--moonep-subject", "vllmm", "ERROR: unknown subject 'vllmm'; known: reference"),
+        ("--moonep-module", "json", "ERROR: --moonep-module json has no class Buffer*"),
     ],
 )
 def test_bad_options_are_usage_errors(consumer: pytest.Pytester, option: str, value: str, message: str) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 
 from moonep_validate.case import VOCABULARY, Case, CaseError
+from moonep_validate.checks import CHECKS
+from moonep_validate.checks.relations import PROMISES
 from moonep_validate.engine import Job, record, run_case
 from moonep_validate.faults import parse_fault
-from moonep_validate.profiles import PROFILES, profile
+from moonep_validate.profiles import PROFILES, for_generations, profile
 from moonep_validate.rig import Rig
 from moonep_validate.scenarios import SCENARIOS
+from moonep_validate.trace import Part
 from moonep_validate.witnesses import WITNESSES
 
 #: A case in which the event cannot occur.
@@ -22,6 +25,12 @@ WITHOUT = {
     "empty_expert": "genB+R2+E4+K4+S3+H8",
     "empty_rank": "genB+R2+E4+K2+S3+H8",
     "donor_receiver": "genB+R2+E4+K2+S3+H8+hot:0",
+    "remote_read": "genA+R4+E16+K4+S9+H8+overflow",
+    "empty_plan": "genB+R2+E4+K2+S3+H8+hot:0",
+    "full_plan": "genB+R2+E4+K2+S3+H8+all_local",
+    "odd_bits": "genB+R2+E4+K2+S3+H8",
+    "order_visible": "genB+R2+E4+K2+S3+H8+fill:cancel+combine_only",
+    "rounding_visible": "genB+R2+E4+K2+S3+H8+combine_only",
 }
 
 
@@ -55,10 +64,31 @@ def test_a_case_that_claims_an_absent_event_is_vacuous(witness: str) -> None:
 
 
 def test_a_case_that_the_subject_cannot_run_is_not_run_and_no_pass() -> None:
-    _, verdict = run_case(Job(), Case.parse("genA+R2+E4+K2+S3+H8"))
-    assert verdict.status == "not_run"
-    assert not verdict.ok
-    assert "generation B only" in verdict.results[0].reason
+    job = Job("some_moonep", "B", Part("real", "some_moonep", "1.0"))
+    for case, reason in (("genA+R2+E4+K2+S3", "API generation B"), ("genB+R2+E4+K2+S3+H8", "not portable")):
+        _, verdict = run_case(job, Case.parse(case))
+        assert verdict.status == "not_run"
+        assert not verdict.ok
+        assert reason in verdict.results[0].reason
+
+
+def test_profile_is_portable_to_hardware_and_holds_the_geometry_of_kimi_k3() -> None:
+    cases = for_generations(profile("default"), ("A", "B"))
+    assert sum(case.portable for case in cases) >= 0.8 * len(cases)
+    k3 = {(case.generation, case.R) for case in cases if (case.E, case.K) == (896, 16)}
+    assert k3 == {("A", 8), ("A", 16), ("B", 8), ("B", 16)}
+    assert {case.generation for case in for_generations(profile("default"), ("B",))} == {"B"}
+
+
+def test_no_check_and_no_witness_is_idle_on_the_default_profile() -> None:
+    """Each check compares something, each known event occurs, on some case of the profile."""
+    idle, unseen = {*CHECKS, *PROMISES}, set(WITNESSES)
+    for case in for_generations(profile("default"), ("A", "B")):
+        if case.E < 896:
+            _, verdict = run_case(Job(), case)
+            idle -= {result.check for result in verdict.results if result.examined}
+            unseen -= {name for name, count in verdict.witnesses.items() if count}
+    assert (idle, unseen) == (set(), set())
 
 
 def test_recording_is_deterministic() -> None:

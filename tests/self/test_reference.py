@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,19 +13,23 @@ from torch import Tensor
 
 from moonep_validate.case import Case
 from moonep_validate.problem import Batch, batch
-from moonep_validate.reference.buffer_b import Buffer
+from moonep_validate.reference import moonep_a, moonep_b
 from moonep_validate.worlds import threads
 from moonep_validate.worlds.comm import Comm
 
 CASE = Case.parse("genB+R3+E6+K4+S5+H24+pad4+zipf:1.0")
 
 
-def spmd(body: Callable[[Comm, Buffer, Batch], Any], case: Case = CASE) -> list[Any]:
+class Buffer(moonep_b.Buffer):
+    relaxed = True  # sizes that hardware refuses
+
+
+def spmd(body: Callable[[Comm, Any, Batch], Any], case: Case = CASE, buffer_class: Any = Buffer) -> list[Any]:
     """Run on all ranks with a fresh Buffer; results per rank, or the exception."""
     results: list[Any] = [None] * case.R
 
     def on_rank(comm: Comm) -> None:
-        buffer = Buffer(case.S, case.H, case.K, case.E, case.R, token_padding=case.pad, group=comm)
+        buffer = buffer_class(case.S, case.H, case.K, case.E, case.R, token_padding=case.pad, group=comm)
         results[comm.rank] = body(comm, buffer, batch(case, comm.rank))
 
     for rank, outcome in enumerate(threads.run(on_rank, case.R, 20)):
@@ -43,8 +48,8 @@ def bits(tensor: Tensor) -> list[Any]:
     return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32).tolist()
 
 
-def fresh(buffer: Buffer, tokens: Batch, **options: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
-    return buffer.dispatch(tokens.hidden, tokens.topk_weights, tokens.topk_ids, **options)  # type: ignore[return-value]
+def fresh(buffer: Any, tokens: Batch, **options: Any) -> tuple[Any, ...]:
+    return buffer.dispatch(tokens.hidden, tokens.topk_weights, tokens.topk_ids, **options)
 
 
 def test_replay_sends_new_rows_by_an_old_plan_and_returns_the_same_plan() -> None:
@@ -217,3 +222,106 @@ def test_ranks_must_construct_the_same_buffer() -> None:
     for outcome in threads.run(on_rank, 2, 20):
         assert isinstance(outcome.error, AssertionError)
         assert "ranks construct different Buffers" in str(outcome.error)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_ep_ranks": 4}, "num_ep_ranks=4, but the group has 2 ranks"),
+        ({"E": 7}, "E=7 is not divisible by R=2"),
+        ({"K": 33}, "K=33 experts per token: must be 1 to 32"),
+        ({"token_padding": 0}, "pad is 0, an int above 0 is needed"),
+        ({"token_padding": 2.0}, "pad is 2.0, an int above 0 is needed"),
+        ({"num_sms": 0}, "num_sms is 0, an int above 0 is needed"),
+        ({"comm_stream_priority": "high"}, "comm_stream_priority must be an int"),
+        ({"enable_pdl": 1}, "enable_pdl a bool"),
+        ({"S": 0}, "S is 0, an int above 0 is needed"),
+    ],
+)
+@pytest.mark.parametrize("module", [moonep_a, moonep_b])
+def test_constructor_refuses_bad_arguments_on_every_rank(module: Any, arguments: Any, message: str) -> None:
+    def on_rank(comm: Comm) -> None:
+        module.Buffer(**{"S": 4, "H": 128, "K": 2, "E": 4, "num_ep_ranks": 2, "group": comm, **arguments})
+
+    for outcome in threads.run(on_rank, 2, 20):
+        assert isinstance(outcome.error, AssertionError)
+        assert message in str(outcome.error)
+
+
+def test_strict_stand_ins_refuse_what_only_hardware_refuses() -> None:
+    def on_rank(comm: Comm) -> None:
+        with pytest.raises(AssertionError, match="is no multiple of 4: R must be even"):
+            moonep_b.Buffer(4, 128, 2, 3, 3, group=comm)
+        buffer: Any = moonep_b.Buffer(4, 24, 2, 12, 3, group=comm)
+        tokens = batch(Case.parse("genB+R3+E12+K2+S4+H24"), comm.rank)
+        rows, weights, _, plan = fresh(buffer, tokens)  # H=24 can be dispatched but not combined
+        with pytest.raises(AssertionError, match="H=24 is no multiple of 128"):
+            buffer.combine(plan, rows, weights)
+        local, pool = torch.zeros(4, 64, 128).bfloat16(), torch.zeros(3, 4, 64, 128).bfloat16()
+        names = ("gate", "up", "down")
+        arguments = {f"local_{n}_weight": local for n in names} | {f"{n}_prefetch_buffer": pool for n in names}
+        with pytest.raises(AssertionError, match="must be multiples of 128"):
+            buffer.prefetch_weight(plan, **arguments)
+
+    for outcome in threads.run(on_rank, 3, 20):
+        assert outcome.error is None, outcome.error
+
+
+def test_packed_weights_need_all_scales_and_only_they_take_them() -> None:
+    def on_rank(comm: Comm) -> None:
+        case = Case.parse("genA+R2+E4+K2+S3")
+        buffer: Any = moonep_a.Buffer(3, 128, 2, 4, 2, group=comm)
+        plan = fresh(buffer, batch(case, comm.rank))[3]
+        weight, scale = torch.zeros(6, 128, 128, dtype=torch.uint8), torch.zeros(6, 128, 128, dtype=torch.uint8)
+        weights = {f"full_{name}_weight": weight for name in ("gate", "up", "down")}
+        with pytest.raises(AssertionError, match="2 of 3 scale tensors are given; give all or none"):
+            buffer.prefetch_weight(plan, **weights, full_gate_scale=scale, full_up_scale=scale)
+        scales = {f"full_{name}_scale": scale for name in ("gate", "up", "down")}
+        with pytest.raises(AssertionError, match="scales are only legal with uint8 or int8 weights"):
+            buffer.prefetch_weight(plan, **{n: w.bfloat16() for n, w in weights.items()}, **scales)
+        small = {n: s[:, :64] for n, s in scales.items()}
+        with pytest.raises(AssertionError, match="scale bytes of an expert must be a multiple of 16384"):
+            buffer.prefetch_weight(plan, **weights, **{n: s.contiguous() for n, s in small.items()})
+        with pytest.raises(AssertionError, match=r"a weight tensor has 5 rows, E\+B = 6 are needed"):
+            buffer.prefetch_weight(plan, **{n: w[:5] for n, w in weights.items()})
+
+    for outcome in threads.run(on_rank, 2, 20):
+        assert outcome.error is None, outcome.error
+
+
+def test_generation_a_refuses_training_with_few_slots() -> None:
+    def on_rank(comm: Comm) -> None:
+        buffer: Any = moonep_a.Buffer(3, 128, 2, 4, 2, B=1, group=comm)
+        plan = fresh(buffer, batch(Case.parse("genA+R2+E4+K2+S3"), comm.rank))[3]
+        grads = [torch.zeros(5, 1, 1)] * 3 + [torch.zeros(2, 1, 1, 1)] * 3
+        with pytest.raises(AssertionError, match="training needs B = E/R slots"):
+            buffer.reduce_grad(plan, *grads)
+
+    for outcome in threads.run(on_rank, 2, 20):
+        assert outcome.error is None, outcome.error
+
+
+def test_a_buffer_that_is_collected_without_destroy_warns_if_asked() -> None:
+    def on_rank(comm: Comm) -> None:
+        moonep_b.Buffer(3, 128, 2, 4, 2, group=comm, explicitly_destroy=True)
+
+    def run_and_collect() -> None:
+        threads.run(on_rank, 2, 20)
+        gc.collect()
+
+    with pytest.warns(ResourceWarning, match="collected without destroy"):
+        run_and_collect()
+
+
+def test_helpers_that_integrations_import() -> None:
+    from moonep_validate.reference.moonep_a import buffer as a
+    from moonep_validate.reference.moonep_b import buffer as b
+
+    for module in (a, b):
+        assert module.pad_to_granularity(1) == 2 * 2**20
+        assert module.pad_dim0_for_alignment((3, 1024), torch.uint8) == 2048
+        assert module.pad_dim0_for_alignment((3, 1024), torch.bfloat16) == 1024
+        tensor = module.create_nvl_dist_tensor((2, 5), torch.bfloat16, 1, 4)
+        assert tuple(tensor.shape) == (8, 5)
+        assert tuple(module.create_nvl_single_owner_tensor((2, 5), torch.int32, 0, 1, 4).shape) == (2, 5)
+        assert module.Buffer.__module__.endswith(module.__name__.split(".")[-2])

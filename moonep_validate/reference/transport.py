@@ -1,23 +1,46 @@
-"""MoonEP's ``Buffer`` of generation B, on collectives instead of mapped memory (docs/contract.md, Buffer).
+"""What do both generations of the reference Buffer share? Everything but their slots.
 
 Row payloads, rounding points, aliasing of zero-copy views, the undefined tail and the in-place prologue of
-combine are as the contract says. Where upstream is undefined on bad input, this refuses on every rank.
+combine are as docs/contract.md says (section Buffer). Where upstream is undefined on bad input, this refuses on
+every rank. Limits of the hardware (multiples of 128, plan broadcast) are refused too, unless ``relaxed``.
 """
 
 from __future__ import annotations
 
+import os
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moonep_validate.case import CaseError
 from moonep_validate.contract import Layout
 from moonep_validate.reference.planner import plan_rank
-from moonep_validate.worlds.comm import Comm, agree, all_to_all, barrier
+from moonep_validate.worlds.comm import agree, all_to_all, barrier
+from moonep_validate.worlds.dist import as_comm
 
-_Wanted = tuple[Tensor, tuple[int, ...], torch.dtype]
+PROJECTIONS = ("gate", "up", "down")
+_TILE, _SCALE_BYTES = 128, 16384
 _POISON = -1  # all bits set: NaN in bf16 and float32, an impossible row in int32
+
+_Wanted = tuple[Any, tuple[int, ...], torch.dtype]
+
+
+class Event:
+    """What an asynchronous call returns; on the CPU the work is done by then."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Make a stream wait for the work."""
+
+    def synchronize(self) -> None:
+        """Wait for the work."""
+
+    def query(self) -> bool:
+        """Whether the work is done."""
+        return True
 
 
 @dataclass(frozen=True)
@@ -36,6 +59,7 @@ class MoonEPCommPlan:
     E: int
     NvS: int
     K: int
+    B: int | None = None
 
     def clone(self) -> MoonEPCommPlan:
         """Copy every tensor."""
@@ -43,45 +67,52 @@ class MoonEPCommPlan:
         return replace(self, **tensors)
 
 
-class Buffer:
+class Transport:
     """Collective: every rank constructs it with the same arguments, in the same order.
 
     Args:
-        S, H, K, E, num_ep_ranks: sizes, see case.py.
-        num_sms, comm_stream_priority, enable_pdl: tuning of the real library, accepted and ignored.
-        token_padding: group alignment in rows.
-        group: the ``Comm`` of the ranks.
+        layout_of: builds the layout, or raises CaseError.
+        H: hidden size.
+        num_ep_ranks: must be the size of the group.
+        options: ``num_sms``, ``comm_stream_priority``, ``enable_pdl`` of the real library; checked, then ignored.
+        group: a ``Comm``, a torch process group, or None for the default group.
+        explicitly_destroy: whether garbage collection without ``destroy()`` warns.
 
     Raises:
         AssertionError: on every rank, if the arguments of any rank are refused.
     """
 
+    #: Whether limits that only hardware has are waived.
+    relaxed: bool = os.environ.get("MOONEP_VALIDATE_RELAXED") == "1"
+
     def __init__(
         self,
-        S: int,
+        generation: str,
+        sizes: dict[str, Any],
         H: int,
-        K: int,
-        E: int,
         num_ep_ranks: int,
-        num_sms: int | None = None,
-        token_padding: int = 128,
-        group: Comm | None = None,
-        comm_stream_priority: int = -1,
-        enable_pdl: bool = True,
+        options: dict[str, Any],
+        group: Any,
+        explicitly_destroy: bool,
     ) -> None:
-        assert group is not None, "the reference Buffer needs a group"
-        self.group, self.rank = group, group.rank
-        arguments = (S, H, K, E, num_ep_ranks, token_padding)
-        self._agree(
-            "construct",
-            None if num_ep_ranks == group.size else f"num_ep_ranks={num_ep_ranks}, {group.size} ranks are here",
-        )
-        everybody = group.exchange("construct", arguments)
-        assert len(set(everybody)) == 1, f"ranks construct different Buffers: {everybody}"
-        self.layout = Layout("B", num_ep_ranks, E, K, S, token_padding)
+        self.destroyed, self.explicitly_destroy = True, explicitly_destroy
+        self.group = as_comm(group)
+        self.rank: int = self.group.rank
+        self._agree("construct", self._constructor_refusal(sizes, num_ep_ranks, options))
+        everybody = self.group.exchange("construct arguments", (generation, sizes, H, num_ep_ranks))
+        if any(arguments != everybody[0] for arguments in everybody):
+            raise AssertionError(f"ranks construct different Buffers: {everybody}")
+        try:
+            self.layout = Layout(generation, num_ep_ranks, **sizes)
+        except CaseError as error:
+            raise AssertionError(str(error)) from None
         self.H, self.destroyed = H, False
-        self._rows = torch.full((self.layout.num_rows, H), _POISON, dtype=torch.int16).view(torch.bfloat16)
-        self._weights = torch.full((self.layout.num_rows,), _POISON, dtype=torch.int32).view(torch.float32)
+        self._rows = _poisoned((self.layout.num_rows, H), torch.bfloat16)
+        self._weights = _poisoned((self.layout.num_rows,), torch.float32)
+
+    def __del__(self) -> None:
+        if not self.destroyed and self.explicitly_destroy:
+            warnings.warn("a Buffer was collected without destroy()", ResourceWarning, stacklevel=1)
 
     @property
     def hidden_nvsh_buffer_view(self) -> Tensor:
@@ -100,11 +131,12 @@ class Buffer:
         topk_experts_sk: Tensor | None = None,
         tokens_per_expert: Tensor | None = None,
         plan: MoonEPCommPlan | None = None,
+        async_finish: bool = False,
         *,
         inter_rank_sync: bool = True,
         zero_copy: bool = False,
         router_weights_zero_copy: bool = False,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, MoonEPCommPlan]:
+    ) -> tuple[Any, ...]:
         """Send each token to the ranks of its experts.
 
         Args:
@@ -113,6 +145,7 @@ class Buffer:
             topk_experts_sk: ``[S, K]`` int32, needed without ``plan``.
             tokens_per_expert: ``[E]`` int32, must equal this rank's bincount.
             plan: replay an earlier plan; the third result is then None.
+            async_finish: append an event to the result.
 
         Returns:
             ``[NvS, H]`` rows, ``[NvS]`` weights or None, ``[G]`` cu_seqlens or None, the plan. Rows after the
@@ -121,9 +154,8 @@ class Buffer:
         Raises:
             AssertionError: on every rank, if the input of any rank is refused.
         """
-        self._agree(
-            "dispatch", self._refusal(hidden_sh, route_weights_sk, topk_experts_sk, tokens_per_expert, plan)
-        )
+        refusal = self._refusal(hidden_sh, route_weights_sk, topk_experts_sk, tokens_per_expert, plan)
+        self._agree("dispatch", refusal)
         cu_seqlens = None
         if plan is None:
             assert topk_experts_sk is not None
@@ -133,51 +165,20 @@ class Buffer:
         weights = None
         if route_weights_sk is not None:
             weights = self._weights if router_weights_zero_copy else self._weights.clone()
-        return self._rows if zero_copy else self._rows.clone(), weights, cu_seqlens, plan
-
-    def prefetch_weight(
-        self,
-        plan: MoonEPCommPlan,
-        *,
-        local_gate_weight: Tensor,
-        local_up_weight: Tensor,
-        local_down_weight: Tensor,
-        gate_prefetch_buffer: Tensor,
-        up_prefetch_buffer: Tensor,
-        down_prefetch_buffer: Tensor,
-    ) -> None:
-        """Push the weights of my copied experts into the peers' slots (W1 to W5).
-
-        Args:
-            plan: of the dispatch that the experts will compute.
-            local_gate_weight, local_up_weight, local_down_weight: ``[E/R, X, Y]`` each.
-            gate_prefetch_buffer, up_prefetch_buffer, down_prefetch_buffer: ``[R, E/R, X, Y]``; only row
-                ``rank`` is written by this rank's process.
-        """
-        assert not self.destroyed, "this Buffer has been destroyed"
-        pairs = {
-            "gate": (local_gate_weight, gate_prefetch_buffer),
-            "up": (local_up_weight, up_prefetch_buffer),
-            "down": (local_down_weight, down_prefetch_buffer),
-        }
-        for name, (local, pool) in pairs.items():
-            shape = (self.layout.R, *local.shape)
-            problem = (
-                None if pool.shape == shape else f"{name}_prefetch_buffer is {tuple(pool.shape)}, not {shape}"
-            )
-            self._agree(f"prefetch {name}", problem)
-            self._push(plan.experts_to_copy, local, pool, name)
-        barrier(self.group, "prefetch exit")
+        result = (self._rows if zero_copy else self._rows.clone(), weights, cu_seqlens, plan)
+        return (*result, Event()) if async_finish else result
 
     def combine(
         self,
         plan: MoonEPCommPlan,
         hidden_nvsh: Tensor,
         route_weights_nvs: Tensor | None = None,
+        async_finish: bool = False,
         inter_rank_sync: bool = True,
         *,
         zero_copy: bool = False,
-    ) -> tuple[Tensor, Tensor | None, None]:
+        router_weights_zero_copy: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Event | None]:
         """Sum each token's rows, unweighted, in the order and rounding of C1.
 
         Args:
@@ -185,19 +186,20 @@ class Buffer:
             hidden_nvsh: ``[NvS, H]`` bf16; with ``zero_copy`` it must be the Buffer's own rows, which the
                 prologue changes in place.
             route_weights_nvs: ``[NvS]`` float32 to gather back, or None.
+            async_finish: return an event as third result.
 
         Returns:
-            ``[S, H]`` bf16, ``[S, K]`` float32 or None, and None in place of an event.
+            ``[S, H]`` bf16, ``[S, K]`` float32 or None, and an event or None.
 
         Raises:
             AssertionError: on every rank, if the input of any rank is refused.
         """
-        self._agree("combine", self._combine_refusal(hidden_nvsh, zero_copy))
+        self._agree("combine", self._combine_refusal(hidden_nvsh, route_weights_nvs, zero_copy))
         if not zero_copy:
             self._rows.copy_(hidden_nvsh)
         self._prologue(plan)
         barrier(self.group, "combine prologue")
-        raw = torch.where(plan.dst < 0, -plan.dst - 1, plan.dst).long()
+        raw = _decoded(plan)
         primary = plan.dst >= 0
         token = torch.arange(plan.N)[primary] // plan.K
         fetched = self._fetch("combine rows", self._rows, raw[primary])
@@ -208,17 +210,34 @@ class Buffer:
         weights = None
         if route_weights_nvs is not None:
             weights = self._fetch("combine weights", route_weights_nvs, raw).view(self.layout.S, plan.K)
-        return out.bfloat16(), weights, None
+        return out.bfloat16(), weights, Event() if async_finish else None
 
     def destroy(self) -> None:
         """Collective on the first call, then without effect."""
         if not self.destroyed:
-            barrier(self.group, "destroy")
             self.destroyed = True
+            barrier(self.group, "destroy")
 
     def _agree(self, name: str, problem: str | None) -> None:
-        refusal = agree(self.group, name, problem)
-        assert refusal is None, refusal
+        if refusal := agree(self.group, name, problem):
+            raise AssertionError(refusal)
+
+    def _alive(self) -> str | None:
+        return "this Buffer has been destroyed" if self.destroyed else None
+
+    def _constructor_refusal(self, sizes: dict[str, Any], ranks: int, options: dict[str, Any]) -> str | None:
+        """Why this rank's constructor arguments are refused, or None (docs/contract.md, Limits)."""
+        if ranks != self.group.size:
+            return f"num_ep_ranks={ranks}, but the group has {self.group.size} ranks"
+        for name, value in {**sizes, "num_sms": options["num_sms"]}.items():
+            optional = name in ("num_sms", "slots")
+            if not (isinstance(value, int) and value > 0) and not (optional and value is None):
+                return f"{name} is {value!r}, an int above 0 is needed"
+        if not isinstance(options["comm_stream_priority"], int) or not isinstance(options["enable_pdl"], bool):
+            return "comm_stream_priority must be an int and enable_pdl a bool"
+        if not self.relaxed and sizes["E"] % ranks == 0 and 3 * sizes["E"] * ranks % 4:
+            return f"3*E*R = {3 * sizes['E'] * ranks} is no multiple of 4: R must be even or E/R a multiple of 4"
+        return None
 
     def _refusal(
         self,
@@ -229,24 +248,21 @@ class Buffer:
         plan: MoonEPCommPlan | None,
     ) -> str | None:
         """Why this rank's dispatch input is refused, or None."""
+        if dead := self._alive():
+            return dead
         layout = self.layout
-        if self.destroyed:
-            return "this Buffer has been destroyed"
         wanted: dict[str, _Wanted] = {"hidden_sh": (hidden, (layout.S, self.H), torch.bfloat16)}
         if weights is not None:
             wanted["route_weights_sk"] = (weights, (layout.S, layout.K), torch.float32)
+        if self.H % 8:
+            return f"H={self.H} is no multiple of 8"
         if plan is not None:
-            same = (plan.N, plan.R, plan.E, plan.NvS) == (
-                layout.capacity,
-                layout.R,
-                layout.E,
-                layout.num_rows,
-            )
-            return _mismatch(wanted) if same else "the plan was made for a Buffer of another geometry"
+            same = (plan.N, plan.R, plan.E, plan.NvS) == (layout.capacity, layout.R, layout.E, layout.num_rows)
+            return mismatch(wanted) if same else "the plan was made for a Buffer of another geometry"
         if topk is None:
             return "topk_experts_sk is needed when no plan is given"
         wanted["topk_experts_sk"] = (topk, (layout.S, layout.K), torch.int32)
-        if problem := _mismatch(wanted):
+        if problem := mismatch(wanted):
             return problem
         if len(bad := topk[(topk < 0) | (topk >= layout.E)]):
             return f"expert id {int(bad[0])} is outside 0..{layout.E - 1}; there is no sentinel id"
@@ -254,12 +270,39 @@ class Buffer:
             return "tokens_per_expert is not the bincount of topk_experts_sk"
         return None
 
-    def _combine_refusal(self, rows: Tensor, zero_copy: bool) -> str | None:
-        if self.destroyed:
-            return "this Buffer has been destroyed"
+    def _combine_refusal(self, rows: Tensor, weights: Tensor | None, zero_copy: bool) -> str | None:
+        if dead := self._alive():
+            return dead
+        if self.H % _TILE and not self.relaxed:
+            return f"H={self.H} is no multiple of {_TILE}"
         if zero_copy and rows.data_ptr() != self._rows.data_ptr():
             return "with zero_copy, hidden_nvsh must alias the Buffer's rows"
-        return _mismatch({"hidden_nvsh": (rows, tuple(self._rows.shape), torch.bfloat16)})
+        wanted: dict[str, _Wanted] = {"hidden_nvsh": (rows, tuple(self._rows.shape), torch.bfloat16)}
+        if weights is not None:
+            wanted["route_weights_nvs"] = (weights, tuple(self._weights.shape), torch.float32)
+        return mismatch(wanted)
+
+    def _weights_refusal(self, weights: Sequence[Tensor], scales: Sequence[Tensor | None]) -> str | None:
+        """Why weight tensors ``[experts, X, Y]`` and their scales are refused, or None."""
+        if dead := self._alive():
+            return dead
+        if len({weight.dtype for weight in weights}) > 1:
+            return f"weights have different dtypes: {[weight.dtype for weight in weights]}"
+        given = [scale for scale in scales if scale is not None]
+        if len(given) not in (0, len(scales)):
+            return f"{len(given)} of {len(scales)} scale tensors are given; give all or none"
+        if given and weights[0].dtype not in (torch.uint8, torch.int8):
+            return f"scales are only legal with uint8 or int8 weights, not {weights[0].dtype}"
+        for tensor in [*weights, *given]:
+            if not tensor.is_contiguous() and tensor.shape[0] != self.layout.R:
+                return "a weight tensor is not contiguous"
+        if self.relaxed:
+            return None
+        if any(size % _TILE for weight in weights for size in weight.shape[-2:]):
+            return f"weight rows and columns must be multiples of {_TILE}: {[tuple(w.shape) for w in weights]}"
+        if any(scale[0].nbytes % _SCALE_BYTES for scale in given):
+            return f"scale bytes of an expert must be a multiple of {_SCALE_BYTES}"
+        return None
 
     def _make_plan(self, topk: Tensor) -> tuple[MoonEPCommPlan, Tensor]:
         layout = self.layout
@@ -280,6 +323,7 @@ class Buffer:
             E=layout.E,
             NvS=layout.num_rows,
             K=layout.K,
+            B=layout.num_slots if layout.generation == "A" else None,
         )
         return plan, local.cu_seqlens
 
@@ -297,15 +341,13 @@ class Buffer:
         loffs = torch.full((layout.num_rows,), _POISON, dtype=torch.int32)
         first = extra.cumsum(0) - extra
         groups[: len(extra)] = torch.stack([rows[:, 0], first, extra], dim=1).int()
-        is_duplicate = (
-            (torch.arange(layout.K - 1) < extra[:, None]) if layout.K > 1 else torch.zeros(len(extra), 0).bool()
-        )
+        is_duplicate = torch.arange(layout.K - 1) < extra[:, None]
         loffs[: int(extra.sum())] = rows[:, 1:][is_duplicate].int()
         return groups, loffs, torch.tensor([len(extra), int(extra.sum())], dtype=torch.int32)
 
     def _scatter(self, hidden: Tensor, weights: Tensor | None, plan: MoonEPCommPlan) -> None:
         """Primaries' payload and all weights to their rows, zero padding, then copy to duplicates."""
-        raw = torch.where(plan.dst < 0, -plan.dst - 1, plan.dst).long()
+        raw = _decoded(plan)
         primary = plan.dst >= 0
         token = torch.arange(plan.N) // plan.K
         self._store("dispatch rows", self._rows, raw[primary], hidden[token[primary]])
@@ -315,8 +357,9 @@ class Buffer:
             self._rows[first : first + count] = 0
             if weights is not None:
                 self._weights[first : first + count] = 0
-        source, duplicate = _pairs(plan)
-        self._rows[duplicate] = self._rows[source]
+        groups = plan.dup_groups[: int(plan.dup_counts[0])].long()
+        source = groups[:, 0].repeat_interleave(groups[:, 2])
+        self._rows[plan.dup_loffs[: int(plan.dup_counts[1])].long()] = self._rows[source]
 
     def _prologue(self, plan: MoonEPCommPlan) -> None:
         """Add duplicates to their primaries in float32, in list order, and round once."""
@@ -329,24 +372,35 @@ class Buffer:
             total[has] += self._rows[rows].float()
         self._rows[primary] = total.bfloat16()
 
-    def _push(self, copies: Tensor, local: Tensor, pool: Tensor, name: str) -> None:
+    def _reduce(self, name: str, copies: Tensor, grads: Tensor, buffer: Tensor) -> None:
+        """Add every slot's gradient to its owner's, in ascending (rank, slot); R1.
+
+        Args:
+            copies: ``[R, slots]``.
+            grads: ``[E/R, ...]`` of the owned experts, changed in place.
+            buffer: ``[R, slots, ...]``; this rank's slots are row ``rank``.
+        """
         per_rank = self.layout.experts_per_rank
-        sent = []
-        for d in range(self.layout.R):
-            mine = copies[d][(copies[d] >= 0) & (copies[d] // per_rank == self.rank)]
-            sent.append(local[mine.long() - self.rank * per_rank])
-        received = all_to_all(self.group, f"prefetch {name}", sent)
-        for source, tensor in enumerate(received):
-            slots = torch.nonzero((copies[self.rank] >= 0) & (copies[self.rank] // per_rank == source))[:, 0]
-            pool[self.rank, slots] = tensor
+        mine = buffer[self.rank]
+        sent = [
+            mine[(copies[self.rank] >= 0) & (copies[self.rank] // per_rank == h)] for h in range(self.layout.R)
+        ]
+        for source, received in enumerate(all_to_all(self.group, f"reduce {name}", sent)):
+            experts = copies[source][(copies[source] >= 0) & (copies[source] // per_rank == self.rank)]
+            for expert, grad in zip(experts.tolist(), received, strict=True):
+                grads[expert - self.rank * per_rank] += grad
+
+    def _clear(self, copies: Tensor, buffers: Sequence[Tensor]) -> None:
+        """Zero the consumed slots of this rank; R2."""
+        barrier(self.group, "reduce read")
+        for buffer in buffers:
+            buffer[self.rank][copies[self.rank] >= 0] = 0
 
     def _store(self, name: str, target: Tensor, raw: Tensor, values: Tensor) -> None:
         """Write ``values`` to rows of any rank; ``raw`` is rank * NvS + row."""
         rank, row = raw // self.layout.num_rows, raw % self.layout.num_rows
         parts = [(row[rank == d], values[rank == d]) for d in range(self.layout.R)]
-        rows = all_to_all(self.group, f"{name} index", [row for row, _ in parts])
-        data = all_to_all(self.group, name, [value for _, value in parts])
-        for where, what in zip(rows, data, strict=True):
+        for where, what in all_to_all(self.group, name, parts):
             target[where] = what
 
     def _fetch(self, name: str, source: Tensor, raw: Tensor) -> Tensor:
@@ -360,16 +414,20 @@ class Buffer:
         return out
 
 
-def _mismatch(wanted: dict[str, _Wanted]) -> str | None:
+def mismatch(wanted: dict[str, _Wanted]) -> str | None:
     """The first tensor whose shape, dtype or layout is not the wanted one."""
     for name, (tensor, shape, dtype) in wanted.items():
+        if not isinstance(tensor, Tensor):
+            return f"{name} is {type(tensor).__name__}, a tensor is needed"
         if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
             return f"{name} is {tensor.dtype} {tuple(tensor.shape)}, contiguous {dtype} {shape} is needed"
     return None
 
 
-def _pairs(plan: MoonEPCommPlan) -> tuple[Tensor, Tensor]:
-    """(primary row, duplicate row) for every duplicate on this rank."""
-    groups = plan.dup_groups[: int(plan.dup_counts[0])].long()
-    source = groups[:, 0].repeat_interleave(groups[:, 2])
-    return source, plan.dup_loffs[: int(plan.dup_counts[1])].long()
+def _decoded(plan: MoonEPCommPlan) -> Tensor:
+    return torch.where(plan.dst < 0, -plan.dst - 1, plan.dst).long()
+
+
+def _poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    integers = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    return torch.full(shape, _POISON, dtype=integers).view(dtype)

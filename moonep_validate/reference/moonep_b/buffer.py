@@ -1,0 +1,18 @@
+"""The helpers that integrations import from ``moonep.buffer``, and the Buffer of generation B."""
+
+from moonep_validate.reference.memory import (
+    create_nvl_dist_tensor,
+    create_nvl_single_owner_tensor,
+    pad_dim0_for_alignment,
+    pad_to_granularity,
+)
+from moonep_validate.reference.moonep_b import Buffer, MoonEPCommPlan
+
+__all__ = [
+    "Buffer",
+    "MoonEPCommPlan",
+    "create_nvl_dist_tensor",
+    "create_nvl_single_owner_tensor",
+    "pad_dim0_for_alignment",
+    "pad_to_granularity",
+]
