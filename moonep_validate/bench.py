@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import resource
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +18,19 @@ import torch
 from rich.console import Console
 
 from moonep_validate.case import Case
+from moonep_validate.checks import CHECKS, run_check
 from moonep_validate.contract import Ints, Layout
-from moonep_validate.engine import Job, run_case
-from moonep_validate.oracle.plan import make_plan
+from moonep_validate.engine import Job, open_trace, run_case
+from moonep_validate.facts import Step
+from moonep_validate.oracle.plan import Plan, make_plan
 from moonep_validate.routing import topk_ids
+from moonep_validate.trace import Call, Trace
 
-_LARGE = Case.parse("genB+R16+E896+K16+S4096+pad128+zipf:1.0")
+_LARGE = Case.parse("genB+R16+E896+K16+S4096+H8+pad128+zipf:1.0")
 _SMALL = Case.parse("genB+R4+E16+K4+S16")
 _NAIVE_TOKENS = (128, 256, 512)
 _REPEATS = 5
+_PROCESSES, _MANY, _SEEDS = 2, 200, 6
 
 
 def core(console: Console, naive: Path | None) -> None:
@@ -46,9 +53,73 @@ def core(console: Console, naive: Path | None) -> None:
         say("naive loop: not run (tests/self/naive_plan.py is not here: run in a checkout, or give --naive)")
     else:
         _against_naive(say, _load(naive), sizes[_LARGE.S])
-    run_case(Job(), _SMALL)
-    seconds = _median(lambda: run_case(Job(), _SMALL))
-    say(f"small case {_SMALL}, recorded and judged: {seconds * 1000:.0f} ms, {60 / seconds:.0f} a minute")
+    _plan_checks(say)
+    for case in (_SMALL, _SMALL.but(I=32)):
+        with ProcessPoolExecutor(_PROCESSES, mp_context=get_context("spawn")) as pool:
+            rate = sum(60 / seconds for seconds in pool.map(_many_small, [case] * _PROCESSES))
+        say(f"{case}, recorded and judged in {_PROCESSES} processes (pytest -n {_PROCESSES}): {rate:.0f} a minute")
+
+
+def _many_small(case: Case) -> float:
+    """Seconds per small case, over many with a few seeds in turn: cases of a profile share their weights too."""
+    cases = [case.but(seed=seed) for seed in range(_SEEDS)]
+    for one in cases:
+        run_case(Job(), one)
+    start = time.perf_counter()
+    for number in range(_MANY):
+        run_case(Job(), cases[number % _SEEDS])
+    return (time.perf_counter() - start) / _MANY
+
+
+def _plan_checks(say: Callable[[str], None]) -> None:
+    """All checks of the plan stage on the large plan, as if a subject had returned it."""
+    trace = _plan_trace(_LARGE)
+    checks = [check for check in CHECKS.values() if check.stage == "plan"]
+    start = time.perf_counter()
+    step = Step(trace, "base")
+    results = [run_check(check, step, trace) for check in checks]
+    seconds = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # of the whole process so far
+    bad = [result for result in results if result.status not in ("passed", "not_applicable")]
+    assert not bad, bad
+    say(f"all {len(checks)} plan checks on the plan of S={_LARGE.S}: {seconds:.2f} s, process peak {peak:.0f} MiB")
+
+
+def _plan_trace(case: Case) -> Trace:
+    """A trace of one dispatch whose plan is the oracle's; rows are 8 columns of zeros."""
+    routing, layout = _routing(case), Layout.of(case)
+    plan = make_plan(routing, layout)
+    trace = open_trace(Job(), case)
+    for rank in range(layout.R):
+        tensors = {
+            "topk_ids": torch.from_numpy(routing[rank]).int(),
+            "dst": torch.from_numpy(plan.dst[rank]),
+            "cu_seqlens": torch.from_numpy(plan.cu_seqlens[rank]).int(),
+            "experts_to_copy": torch.from_numpy(plan.experts_to_copy).int(),
+            "zero_fill_ranges": torch.from_numpy(plan.zero_fill_ranges[rank]).int(),
+            "remote_stats": torch.from_numpy(plan.remote_stats[rank]).int(),
+            "rows": torch.zeros(layout.num_rows, case.H, dtype=torch.bfloat16),
+            **_duplicate_lists(plan, rank),
+        }
+        trace.calls.append([Call("base", "dispatch", tensors, done=True)])
+    return trace
+
+
+def _duplicate_lists(plan: Plan, rank: int) -> dict[str, torch.Tensor]:
+    """``dup_groups``, ``dup_loffs``, ``dup_counts`` of one rank."""
+    layout = plan.layout
+    raw, dst = plan.raw.reshape(-1), plan.dst.reshape(-1)
+    here = raw // layout.num_rows == rank
+    token, row = np.arange(raw.size) // layout.K, raw % layout.num_rows
+    primary = np.zeros(raw.size // layout.K, np.int64)
+    primary[token[here & (dst >= 0)]] = row[here & (dst >= 0)]
+    tokens, first, count = np.unique(token[here & (dst < 0)], return_index=True, return_counts=True)
+    groups, rows = np.full((layout.num_rows, 3), -1), np.full(layout.num_rows, -1)
+    groups[: len(tokens)] = np.stack([primary[tokens], first, count], axis=1)
+    rows[: count.sum()] = row[here & (dst < 0)]
+    counts = np.array([len(tokens), count.sum()])
+    arrays = {"dup_groups": groups, "dup_loffs": rows, "dup_counts": counts}
+    return {name: torch.from_numpy(array).int() for name, array in arrays.items()}
 
 
 def _against_naive(say: Callable[[str], None], naive_plan: Callable[[Ints, Layout], Any], fast: float) -> None:

@@ -101,6 +101,7 @@ VOCABULARY: dict[str, Word] = {
     "grads": Word("scenario", "grads", "gradients of redundant experts come home"),
     "life": Word("scenario", "life", "recreate, two Buffers, two layers on the same slots, destroy"),
     "refusals": Word("scenario", "refusals", "bad input that every build must refuse"),
+    "destructive": Word("scenario", "destructive", "bad input on which upstream is undefined; --destructive"),
     "slot_used": Word("witness", "@slot_used", "a redundant expert slot holds rows"),
     "two_slots": Word("witness", "@two_slots", "one rank uses two slots"),
     "duplicate": Word("witness", "@duplicate", "a token has two rows on one rank"),
@@ -111,6 +112,7 @@ VOCABULARY: dict[str, Word] = {
     "remote_read": Word("witness", "@remote_read", "generation A: an expert without slot is read remotely"),
     "empty_plan": Word("witness", "@empty_plan", "no expert moves, and no slot is used"),
     "full_plan": Word("witness", "@full_plan", "a rank uses every slot it has"),
+    "buffer_full": Word("witness", "@buffer_full", "a rank's last group ends at the end of its buffer"),
     "odd_bits": Word("witness", "@odd_bits", "a NaN payload and a -0.0 travel"),
     "order_visible": Word("witness", "@order_visible", "another order of summation gives another combine"),
     "rounding_visible": Word(

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from moonep_validate import __version__
-from moonep_validate.case import VOCABULARY, Case, CaseError
+from moonep_validate.case import VOCABULARY, Case, CaseError, Spec
 from moonep_validate.profiles import PROFILES, for_generations, profile
 
 if TYPE_CHECKING:
@@ -55,6 +55,10 @@ PolicyOption = Annotated[
 ]
 RelaxedOption = Annotated[bool, typer.Option("--relaxed", help="Also run cases that real hardware refuses.")]
 
+DestructiveOption = Annotated[
+    bool, typer.Option("--destructive", help="Also give bad input that may trap, hang or end the process.")
+]
+
 
 @app.command()
 def run(
@@ -64,6 +68,7 @@ def run(
     api: ApiOption = None,
     policy: PolicyOption = None,
     relaxed: RelaxedOption = False,
+    destructive: DestructiveOption = False,
     fault: FaultOption = None,
     deadline: DeadlineOption = 30.0,
     out: Annotated[Path | None, typer.Option(help="Folder for report.json and traces.")] = None,
@@ -75,7 +80,7 @@ def run(
     """Judge a subject on a profile, or on the cases given."""
     lines = [Case.parse(text) for text in case or ()]
     listed = profile(profile_name)
-    job = _job(moonep_module, api, policy, relaxed, fault, deadline)
+    job = _job(moonep_module, api, policy, relaxed, destructive, fault, deadline)
     cases = lines or for_generations(listed, (job.generation,) if job.generation else ("A", "B"))
     _one_of("--keep", keep, ("failed", "all", "none"))
     folder = _folder(out) if out else None
@@ -113,12 +118,13 @@ def shrink(
     api: ApiOption = None,
     policy: PolicyOption = None,
     relaxed: RelaxedOption = False,
+    destructive: DestructiveOption = False,
     fault: FaultOption = None,
     deadline: DeadlineOption = 30.0,
     seconds: Annotated[float, typer.Option(min=1.0, help="Budget.")] = 60.0,
 ) -> None:
     """Find the smallest case that fails in the same way."""
-    job, whole = _job(moonep_module, api, policy, relaxed, fault, deadline), Case.parse(case)
+    job, whole = _job(moonep_module, api, policy, relaxed, destructive, fault, deadline), Case.parse(case)
     from moonep_validate.engine import run_case
     from moonep_validate.shrink import shrink as shrink_case
 
@@ -190,6 +196,82 @@ def bench(
 
 
 @app.command()
+def edges(case: Annotated[str, typer.Option("--case", help="A case line; its routing does not matter.")]) -> None:
+    """Print routings that reach the edges of a geometry: fullest buffer, worst padding, slots, planner ties."""
+    from moonep_validate.contract import Layout
+    from moonep_validate.oracle import edges as solver
+
+    whole = Case.parse(case)
+    layout = Layout.of(whole)
+    worst = solver.worst_padding(layout)
+    found: dict[str, Any] = {
+        f"largest end of the last group, {solver.largest_end(layout)} of {layout.num_rows} rows": solver.fullest(
+            layout
+        ),
+        f"most padding, {worst.value} rows{'' if worst.proven else ' (not proven to be the most)'}": worst.topk,
+        f"exactly {layout.num_slots} remote experts on a rank": solver.slots_needed(layout, layout.num_slots),
+        f"{layout.num_slots + 1} remote experts on a rank": solver.slots_needed(layout, layout.num_slots + 1),
+        **{f"tie of {name.replace('_', ' ')}": topk for name, topk in solver.ties(layout).items()},
+    }
+    for what, topk in found.items():
+        line = "impossible" if topk is None else whole.but(routing=Spec.parse(solver.to_table(topk)), tokens=None)
+        _out.print(f"{what}:\n  {line}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def repro(
+    standalone: Annotated[str, typer.Option("--standalone", help="A case line.")],
+    moonep_module: Annotated[str, typer.Option(help="Module that the script imports.")] = "moonep",
+    out: Annotated[Path | None, typer.Option(help="File to write; else the script is printed.")] = None,
+) -> None:
+    """Write a script of at most 100 lines that needs only torch and the package under test."""
+    from moonep_validate.repro import standalone as write_script
+
+    script = write_script(Case.parse(standalone), moonep_module)
+    if out is None:
+        sys.stdout.write(script)
+        return
+    out.write_text(script)
+    ranks = Case.parse(standalone).R
+    _out.print(
+        f"wrote {out}; run it with: torchrun --nproc-per-node {ranks} {out}", highlight=False, soft_wrap=True
+    )
+
+
+@app.command()
+def search(
+    seconds: Annotated[float, typer.Option("--time", min=1.0, help="Seconds to search.")] = 60.0,
+    seed: Annotated[int, typer.Option(help="Where to start; the same seed draws the same cases.")] = 0,
+    moonep_module: ModuleOption = None,
+    api: ApiOption = None,
+    policy: PolicyOption = None,
+    relaxed: RelaxedOption = False,
+    destructive: DestructiveOption = False,
+    fault: FaultOption = None,
+    deadline: DeadlineOption = 30.0,
+) -> None:
+    """Generate cases toward planner stress, judge each, and print the worst as case lines; needs hypothesis."""
+    job = _job(moonep_module, api, policy, relaxed, destructive, fault, deadline)
+    from moonep_validate.engine import run_case
+    from moonep_validate.report.summary import Summary
+    from moonep_validate.search import lines
+    from moonep_validate.search import search as search_cases
+
+    generations = (job.generation,) if job.generation else ("A", "B")
+    portable = job.module is not None and not relaxed
+    with _out.status("searching"):
+        result = search_cases(lambda one: run_case(job, one)[1], seconds, seed, generations, portable)
+    _out.print(
+        f"{result.tried} cases in {result.seconds:.0f} s, {result.vacuous} of them vacuous", highlight=False
+    )
+    for line in lines(result):
+        _out.print(line, markup=False, highlight=False, soft_wrap=True)
+    for verdict in result.failures:
+        _out.print(verdict.diagnosis, markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(Summary(result.tried, result.failures).exit_code if result.failures else 0)
+
+
+@app.command()
 def cases(
     profile_name: Annotated[str, typer.Option("--profile", help="Whose case lines to list.")] = "default",
 ) -> None:
@@ -257,6 +339,7 @@ def _job(
     api: str | None,
     policy: str | None,
     relaxed: bool,
+    destructive: bool,
     faults: list[str] | None,
     deadline: float,
 ) -> Job:
@@ -265,7 +348,7 @@ def _job(
     for option, value, known in (("--api", api, ("A", "B")), ("--policy", policy, ("upstream", "legal"))):
         if value is not None:
             _one_of(option, value, known)
-    return make_job(module, api, policy, relaxed, faults or (), deadline)
+    return make_job(module, api, policy, relaxed, destructive, faults or (), deadline)
 
 
 def _one_of(option: str, value: str, known: Iterable[str]) -> None:

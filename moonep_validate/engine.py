@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from moonep_validate.case import Case, CaseError, Spec
 from moonep_validate.checks import CHECKS, Check, run_check
 from moonep_validate.checks.relations import relation_results
-from moonep_validate.facts import Missing, Step
+from moonep_validate.facts import Missing, Step, steps_of
 from moonep_validate.faults import Seams, parse_fault
 from moonep_validate.rig import Rig
 from moonep_validate.scenarios import SCENARIOS
@@ -39,6 +42,7 @@ class Job:
         module: an importable module with MoonEP's ``Buffer``; None is the embedded reference.
         generation, part: what the module is, from probe.py.
         relaxed: run cases on the module that real hardware refuses.
+        destructive: run bad input on the module that may trap, hang or end the process.
         faults: seeded faults.
         deadline: seconds that a rank may run without a sign of life.
         options: the command-line options beside ``--case`` and ``--fault`` that lead to this job.
@@ -48,6 +52,7 @@ class Job:
     generation: str | None = None
     part: Part | None = None
     relaxed: bool = False
+    destructive: bool = False
     faults: tuple[Spec, ...] = ()
     deadline: float = 30.0
     options: str = ""
@@ -78,6 +83,7 @@ def make_job(
     api: str | None = None,
     policy: str | None = None,
     relaxed: bool = False,
+    destructive: bool = False,
     faults: Sequence[str] = (),
     deadline: float = 30.0,
 ) -> Job:
@@ -88,19 +94,20 @@ def make_job(
     """
     parsed = tuple(parse_fault(text) for text in faults)
     if module is None:
-        if api or policy or relaxed:
-            raise CaseError("--api, --policy and --relaxed go with --moonep-module")
+        if api or policy or relaxed or destructive:
+            raise CaseError("--api, --policy, --relaxed and --destructive go with --moonep-module")
         return Job(faults=parsed, deadline=deadline)
     given = {"moonep-module": module, "api": api, "policy": policy}
     options = " ".join(f"--{name} {value}" for name, value in given.items() if value)
-    job = Job(module, relaxed=relaxed, faults=parsed, deadline=deadline, options=options + " --relaxed" * relaxed)
+    options += " --relaxed" * relaxed + " --destructive" * destructive
+    job = Job(module, None, None, relaxed, destructive, parsed, deadline, options)
     generation, part = probe(module, api, policy, job.environment)
     return replace(job, generation=generation, part=part)
 
 
 @lru_cache(maxsize=8)
-def _module_subject(module: str, generation: str, part: Part, relaxed: bool) -> Subject:
-    return module_subject(module, generation, part, relaxed)
+def _module_subject(module: str, generation: str, part: Part, relaxed: bool, destructive: bool) -> Subject:
+    return module_subject(module, generation, part, relaxed, destructive)
 
 
 def subject_of(job: Job) -> Subject:
@@ -109,7 +116,7 @@ def subject_of(job: Job) -> Subject:
         return REFERENCE
     assert job.generation is not None
     assert job.part is not None
-    return _module_subject(job.module, job.generation, job.part, job.relaxed)
+    return _module_subject(job.module, job.generation, job.part, job.relaxed, job.destructive)
 
 
 def open_trace(job: Job, case: Case) -> Trace:
@@ -217,21 +224,20 @@ def judge(trace: Trace, checks: Sequence[Check] | None = None) -> Verdict:
     if trace.not_run:
         neutral = Result(NO_CHECK, STAGES[0], "-", "not_run", "none", reason=trace.not_run)
         return Verdict(trace.case, trace.parts, [neutral], reproducer=trace.reproducer)
-    results = []
-    for name in trace.steps():
-        step = Step(trace, name)
+    results, steps = [], steps_of(trace)
+    for step in steps.values():
         results += _returns(trace, step)
         if any(op not in _NO_STEP for op in step.ops()):
             results += [run_check(c, step, trace) for c in (CHECKS.values() if checks is None else checks)]
             results += relation_results(step, trace)
-    counts = count_witnesses(trace)
+    counts = count_witnesses(trace.case, steps.values())
     return Verdict(
         case=trace.case,
         parts=trace.parts,
         results=results,
         witnesses=counts,
-        vacuous=vacuous_reasons(trace, counts),
-        measures=_measures(trace),
+        vacuous=vacuous_reasons(trace.case, steps.values(), counts),
+        measures=_measures(steps.values()),
         errors=trace.errors,
         reproducer=trace.reproducer,
     )
@@ -239,11 +245,23 @@ def judge(trace: Trace, checks: Sequence[Check] | None = None) -> Verdict:
 
 def run_case(job: Job, case: Case) -> tuple[Trace, Verdict]:
     """Record and judge; a fault that changed no recorded byte makes the verdict ``not_exercised``."""
-    trace = record(job, case)
-    verdict = judge(trace)
-    if job.faults and verdict.ok and record(replace(job, faults=()), case).digest() == trace.digest():
-        verdict.override = "not_exercised"
+    with _one_torch_thread():
+        trace = record(job, case)
+        verdict = judge(trace)
+        if job.faults and verdict.ok and record(replace(job, faults=()), case).digest() == trace.digest():
+            verdict.override = "not_exercised"
     return trace, verdict
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """On tensors this small, several threads cost up to 15 times as much on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _returns(trace: Trace, step: Step) -> list[Result]:
@@ -281,11 +299,10 @@ def _broken(trace: Trace, rank: int, call: Call) -> Finding | None:
     return None
 
 
-def _measures(trace: Trace) -> dict[str, float]:
+def _measures(steps: Iterable[Step]) -> dict[str, float]:
     """Quality of the plans, for information: rows computed away from home, and padding per real row."""
     moved = padding = rows = 0
-    for name in trace.steps():
-        step = Step(trace, name)
+    for step in steps:
         try:
             moved += int((step.layout.home(step.topk) != step.rank_of).sum())
             padding += int(step.cu_seqlens[:, -1].sum()) - step.raw.size

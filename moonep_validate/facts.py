@@ -34,12 +34,14 @@ class Step:
     Args:
         trace: the trace.
         name: the step.
+        siblings: all steps of the trace by name, this one among them.
     """
 
-    def __init__(self, trace: Trace, name: str) -> None:
-        self.trace, self.name = trace, name
+    def __init__(self, trace: Trace, name: str, siblings: Mapping[str, Step] | None = None) -> None:
+        self.trace, self.name, self.siblings = trace, name, {} if siblings is None else siblings
         self.case: Case = trace.case
         self.layout = Layout.of(trace.case)
+        self._taps: dict[tuple[str, str], Tensor] = {}
         self.oracle_plan: Plan | None = None  # filled by the first check that asks
         self._calls: list[Mapping[str, Call]] = [
             {call.op: call for call in calls if call.step == name} for calls in trace.calls
@@ -75,11 +77,13 @@ class Step:
         return all(name in calls[op].tensors if op in calls else False for calls in self._calls)
 
     def tap(self, op: str, name: str) -> Tensor:
-        """One recorded tensor of all ranks: ``[R, ...]``.
+        """One recorded tensor of all ranks: ``[R, ...]``; shared by all checks, so not to be changed.
 
         Raises:
             Missing: if a rank did not record it.
         """
+        if (op, name) in self._taps:
+            return self._taps[op, name]
         tensors = []
         for rank in range(self.case.R):
             call = self.call(op, rank)
@@ -90,7 +94,8 @@ class Step:
         shapes = {tuple(tensor.shape) for tensor in tensors}
         if len(shapes) > 1:
             raise Missing(f"{op}.{name} has different shapes on the ranks: {sorted(shapes)}")
-        return torch.stack(tensors)
+        self._taps[op, name] = torch.stack(tensors)
+        return self._taps[op, name]
 
     def ints(self, op: str, name: str) -> Ints:
         """An integer tap as numpy int64."""
@@ -98,7 +103,10 @@ class Step:
 
     def relations(self) -> list[tuple[Relation, Step]]:
         """Promises that this step makes, each with its base step."""
-        return [(r, Step(self.trace, r.base)) for r in self.trace.relations if r.step == self.name]
+        made = [relation for relation in self.trace.relations if relation.step == self.name]
+        return [
+            (relation, self.siblings.get(relation.base) or Step(self.trace, relation.base)) for relation in made
+        ]
 
     @cached_property
     def topk(self) -> Ints:
@@ -221,3 +229,11 @@ class Step:
         """The same for a row; only rank and row where no route occupies it."""
         route = self.row_route[rank, row]
         return self.route_place(int(route)) if route >= 0 else {"rank": rank, "row": row}
+
+
+def steps_of(trace: Trace) -> dict[str, Step]:
+    """All steps of a trace in order; they share what one derives for another."""
+    steps: dict[str, Step] = {}
+    for name in trace.steps():
+        steps[name] = Step(trace, name, steps)
+    return steps

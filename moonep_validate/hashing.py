@@ -12,9 +12,10 @@ import hashlib
 import torch
 from torch import Tensor
 
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
-_MIX_2 = 0x94D049BB133111EB - 2**64
+_WORD = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
 
 
 def hashed(name: str, seed: int, *indices: Tensor | int, device: torch.device | str = "cpu") -> Tensor:
@@ -29,11 +30,14 @@ def hashed(name: str, seed: int, *indices: Tensor | int, device: torch.device | 
     Returns:
         int64, of the broadcast shape of ``indices``, uniform over all 64 bits.
     """
-    digest = hashlib.sha256(f"{name}/{seed}".encode()).digest()
-    state = torch.tensor(int.from_bytes(digest[:8], "little", signed=True), device=device)
-    for index in indices:
-        state = _mix(state + (torch.as_tensor(index, device=device) + 1) * _GOLDEN)
-    return state
+    state = int.from_bytes(hashlib.sha256(f"{name}/{seed}".encode()).digest()[:8], "little")
+    first = next((place for place, index in enumerate(indices) if isinstance(index, Tensor)), len(indices))
+    for number in indices[:first]:  # leading numbers cost no tensor operation
+        state = _mix_int((state + (int(number) + 1) * _GOLDEN) & _WORD)
+    result = torch.tensor(state - (state >> 63 << 64), device=device)
+    for index in indices[first:]:
+        result = _mix(result + (torch.as_tensor(index, device=device) + 1) * (_GOLDEN - 2**64))
+    return result
 
 
 def unit(bits: Tensor) -> Tensor:
@@ -56,9 +60,16 @@ def below(bits: Tensor, limit: int) -> Tensor:
     return _shift_right(bits, 1) % limit
 
 
+def _mix_int(x: int) -> int:
+    x = (x ^ x >> 30) * _MIX_1 & _WORD
+    x = (x ^ x >> 27) * _MIX_2 & _WORD
+    return x ^ x >> 31
+
+
 def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift_right(x, 30)) * _MIX_1
-    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    """The same on int64 tensors, whose arithmetic wraps around."""
+    x = (x ^ _shift_right(x, 30)) * (_MIX_1 - 2**64)
+    x = (x ^ _shift_right(x, 27)) * (_MIX_2 - 2**64)
     return x ^ _shift_right(x, 31)
 
 

@@ -42,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="upstream: gate on upstream's exact plan and rounding",
     )
     add("--moonep-relaxed", action="store_true", help="also run cases that real hardware refuses")
+    add("--moonep-destructive", action="store_true", help="also give bad input that may trap or hang")
     add("--moonep-fault", action="append", default=[], help="seed a fault; repeatable")
     add("--moonep-deadline", type=float, default=30.0, help="seconds a rank may run between collectives")
 
@@ -112,6 +113,7 @@ def _job(config: pytest.Config) -> Job:
             option("--moonep-api"),
             option("--moonep-policy"),
             option("--moonep-relaxed"),
+            option("--moonep-destructive"),
             option("--moonep-fault"),
             option("--moonep-deadline"),
         )

@@ -50,6 +50,7 @@ genB+R4+E16+K4+S17+hot:2+packed+@slot_used
 genB+R4+E16+K4+S17+chain+grads+@two_slots
 genB+R4+E8+K2+S9+hot:5+life+@slot_used
 genB+R4+E8+K2+S9+refusals
+genB+R4+E8+K2+S9+destructive
 genB+R2+E6+K2+S9+H64+pad4+zipf:1.0+@slot_used
 genB+R1+E4+K2+S9+pad4+@duplicate
 genB+R3+E12+K4+S8+pad4+zipf:1.0+fill:real+@slot_used
@@ -58,6 +59,14 @@ genB+R8+E64+K8+S16+zipf:1.2+@slot_used
 genB+R8+E64+K8+S16+fill:real+hot:9+@slot_used
 genB+R8+E896+K16+S8+pad128+lognormal:1.0+combine_only+@slot_used
 genB+R16+E896+K16+S8+pad128+lognormal:1.0+dispatch_only+@slot_used
+genB+R4+E8+K2+S4+pad4+table:0,4,0,4,0,4,0,4,0,4,1,4,1,6,1,6,1,6,1,6,2,6,3,6,4,6,4,6,4,6,4,6+@buffer_full
+genB+R4+E8+K2+S4+pad4+table:0,2,0,3,0,4,0,4,0,4,0,4,0,4,0,4,0,5,0,6,1,6,2,6,2,6,2,6,2,6,2,7+@padding
+genB+R4+E8+K2+S4+pad4+table:0,3,0,3,0,4,0,4,0,4,1,5,1,5,1,5,1,6,2,6,2,6,2,6,2,7,2,7,3,7,3,7+@slot_used
+genB+R4+E8+K2+S4+pad4+table:0,2,0,3,0,3,0,3,0,3,0,3,1,4,1,4,1,4,1,5,1,5,1,6,2,6,2,6,2,7,2,7+@slot_used
+genB+R4+E8+K2+S4+pad4+table:0,4,0,4,0,4,0,4,0,5,1,5,1,5,1,5,1,6,1,6,2,6,2,6,2,7,3,7,3,7,3,7+@slot_used
+genB+R4+E8+K2+S4+pad4+table:0,3,0,4,0,4,0,4,0,5,1,5,1,5,1,5,1,6,1,6,2,6,2,6,2,7,3,7,3,7,3,7+@slot_used
+genA+R4+E8+K2+S4+slots1+pad4+table:0,4,0,4,0,4,0,4,0,4,1,4,1,4,1,4,1,6,2,6,2,6,2,6,2,6,2,6,2,6,3,6+@full_plan
+genA+R4+E8+K2+S4+slots1+pad4+table:0,4,0,4,0,4,0,4,0,4,1,4,1,6,1,6,1,6,1,6,2,6,3,6,4,6,4,6,4,6,4,6+@remote_read
 genA+R4+E16+K4+S17+slots1+overflow+@remote_read
 genA+R4+E16+K4+S17+slots1+pad8+fill:real+chain+@remote_read
 genA+R4+E16+K4+S17+slots2+overflow+variants+@remote_read

@@ -154,7 +154,7 @@ def refusals(rig: Rig) -> None:
     t = rig.batch()
     with rig.open() as session:
         sent = session.dispatch("base", t)
-        short, wide = sent.rows[: sent.end], t.hidden.float()
+        short, wide = sent.rows[:-1], t.hidden.float()
         calls: dict[str, Callable[[Any], object]] = {
             "hidden of float32": lambda b: b.dispatch(wide, t.topk_weights, t.topk_ids),
             "hidden of too few rows": lambda b: b.dispatch(t.hidden[:-1], t.topk_weights, t.topk_ids),
@@ -174,6 +174,23 @@ def refusals(rig: Rig) -> None:
         rig.promise("V1", "after", "base", *_ROWS)
 
 
+def destructive(rig: Rig) -> None:
+    """Bad input that upstream does not check: it may trap, hang or end the process; ours refuses."""
+    t = rig.batch()
+    ids, experts = t.topk_ids, rig.case.E
+    counts = ids.flatten().bincount(minlength=experts).int()
+    calls: dict[str, Callable[[Any], object]] = {
+        "expert id -1": lambda b: b.dispatch(t.hidden, t.topk_weights, torch.full_like(ids, -1)),
+        "expert id E": lambda b: b.dispatch(t.hidden, t.topk_weights, torch.full_like(ids, experts)),
+        "wrong tokens_per_expert": lambda b: b.dispatch(t.hidden, t.topk_weights, ids, counts + 1),
+    }
+    if rig.case.S != rig.case.K:  # else the shape is legal
+        calls["transposed expert ids"] = lambda b: b.dispatch(t.hidden, t.topk_weights, ids.T.contiguous())
+    with rig.open() as session:
+        for what, call in calls.items():
+            session.refuses("destructive", what, call)
+
+
 SCENARIOS: dict[str, Callable[[Rig], None]] = {
     function.__name__: function
     for function in (
@@ -187,5 +204,6 @@ SCENARIOS: dict[str, Callable[[Rig], None]] = {
         grads,
         life,
         refusals,
+        destructive,
     )
 }

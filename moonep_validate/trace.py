@@ -105,6 +105,11 @@ class Call:
             if tensor is not None:
                 self.tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
 
+    def keep(self, **tensors: Tensor) -> None:
+        """Keep tensors that nothing changes afterwards, without a copy where they are on the CPU."""
+        for name, tensor in tensors.items():
+            self.tensors[name] = tensor.detach().to("cpu").contiguous()
+
     def note(self, **tensors: Tensor | None) -> None:
         """Keep what a copy loses: whether each tensor is contiguous, and its device."""
         for name, tensor in tensors.items():
@@ -295,7 +300,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors hold the same bits in the same shape and dtype."""
-    return one.dtype == other.dtype and one.shape == other.shape and bool((bits(one) == bits(other)).all())
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(bits(one), bits(other))
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:

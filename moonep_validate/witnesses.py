@@ -6,7 +6,7 @@ the same payload: a row of the wrong rank would then look right.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -14,15 +14,19 @@ from moonep_validate.case import Case
 from moonep_validate.contract import Ints
 from moonep_validate.facts import Missing, Step
 from moonep_validate.oracle.combine import combined
-from moonep_validate.trace import Trace, bits, same_bits
+from moonep_validate.trace import bits, same_bits
 
 
-def count_witnesses(trace: Trace) -> dict[str, int]:
-    """How often each known event occurs over all steps; an event that cannot be seen counts 0."""
+def count_witnesses(case: Case, steps: Iterable[Step]) -> dict[str, int]:
+    """How often each known event occurs; an event that cannot be seen counts 0.
+
+    Sensitivity witnesses recompute an oracle, so they are counted only where the case claims them.
+    """
     counts = dict.fromkeys(WITNESSES, 0)
-    for name in trace.steps():
-        step = Step(trace, name)
+    for step in steps:
         for witness, count in WITNESSES.items():
+            if witness in _SENSITIVITY and witness not in case.witnesses:
+                continue
             try:
                 counts[witness] += int(count(step))
             except Missing:
@@ -30,30 +34,27 @@ def count_witnesses(trace: Trace) -> dict[str, int]:
     return counts
 
 
-def vacuous_reasons(trace: Trace, counts: dict[str, int]) -> list[str]:
+def vacuous_reasons(case: Case, steps: Iterable[Step], counts: Mapping[str, int]) -> list[str]:
     """Why a pass of this trace would mean nothing."""
-    reasons = [
-        f"the case claims @{name}, but that event did not occur"
-        for name in trace.case.witnesses
-        if not counts[name]
-    ]
-    return reasons + _equal_payloads(trace)
+    absent = [name for name in case.witnesses if not counts[name]]
+    reasons = [f"the case claims @{name}, but that event did not occur" for name in absent]
+    for step in steps:
+        reasons += _equal_payloads(case, step)
+    return reasons
 
 
-def _equal_payloads(trace: Trace) -> list[str]:
+def _equal_payloads(case: Case, step: Step) -> list[str]:
     """Ranks whose real tokens are the same bits; ranks without tokens aside."""
-    seen: dict[tuple[str, bytes], int] = {}
+    seen: dict[bytes, int] = {}
     reasons = []
-    for name in trace.steps():
-        step = Step(trace, name)
-        for rank in range(trace.case.R):
-            count = trace.case.token_count(rank)
-            try:
-                hidden = step.call("dispatch", rank).tensors["hidden"][:count]
-            except LookupError:
-                continue
-            if count and (other := seen.setdefault((name, bits(hidden).numpy().tobytes()), rank)) != rank:
-                reasons.append(f"ranks {other} and {rank} hold the same payload in step {name!r}")
+    for rank in range(case.R):
+        count = case.token_count(rank)
+        try:
+            hidden = step.call("dispatch", rank).tensors["hidden"][:count]
+        except LookupError:
+            continue
+        if count and (other := seen.setdefault(bits(hidden).numpy().tobytes(), rank)) != rank:
+            reasons.append(f"ranks {other} and {rank} hold the same payload in step {step.name!r}")
     return reasons
 
 
@@ -101,6 +102,7 @@ def _visible(s: Step, **without: bool) -> int:
     return int(not same_bits(combined(rows, s.rank_of, s.row_of), combined(rows, s.rank_of, s.row_of, **without)))
 
 
+_SENSITIVITY = ("order_visible", "rounding_visible")
 WITNESSES: dict[str, Callable[[Step], int]] = {
     "slot_used": lambda s: int(_slots_used(s).sum()),
     "two_slots": lambda s: int((_slots_used(s) >= 2).sum()),
@@ -112,6 +114,7 @@ WITNESSES: dict[str, Callable[[Step], int]] = {
     "remote_read": _remote_reads,
     "empty_plan": lambda s: int(not (s.copies >= 0).any()),
     "full_plan": lambda s: int((s.copies >= 0).all(axis=1).sum()),
+    "buffer_full": lambda s: int((s.cu_seqlens[:, -1] == s.num_rows).sum()),
     "odd_bits": _odd_bits,
     "order_visible": lambda s: _visible(s, reverse=True),
     "rounding_visible": lambda s: _visible(s, rounding=False),

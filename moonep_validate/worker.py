@@ -60,7 +60,7 @@ def _serve(connection: Connection, request: bytes) -> None:
     recorder, comm, failed = Recorder(tell), DistComm(), False
     try:
         trace.relations = rank_main(job, case, comm, recorder)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         failed = True
         if not any(call.error for call in recorder.calls):
             trace.errors.append("{type}: {message} ({where})".format(**described(error)))

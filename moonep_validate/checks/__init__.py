@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moonep_validate.facts import Absent, Missing, Step
-from moonep_validate.trace import Trace, bits
+from moonep_validate.trace import Trace, bits, same_bits
 from moonep_validate.verdict import STAGES, Finding, Result
 
 KINDS = ("law", "drop_in")
@@ -117,17 +117,20 @@ def differ(what: str, expected: Any, actual: Any, place: Place, bad: Any = None)
         want = np.broadcast_to(want, got.shape)
     if want.shape != got.shape:
         return Compared(1, (Finding(f"shape of {what}", {}, str(want.shape), str(got.shape)),))
-    if bad is None:
-        bad = (want != got) & ~((want != want) & (got != got))
-    where = np.argwhere(_array(bad))
-    if not len(where):
+    wrong = want != got if bad is None else _array(bad)
+    if bad is None and want.dtype.kind == "f" and wrong.any():
+        wrong &= ~((want != want) & (got != got))
+    if not wrong.any():
         return Compared(want.size)
+    where = np.argwhere(wrong)
     first = tuple(int(i) for i in where[0])
     return Compared(want.size, (Finding(what, place(first), _text(want[first]), _text(got[first]), len(where)),))
 
 
 def differ_bits(what: str, expected: Tensor, actual: Tensor, place: Place) -> Compared:
     """Compare raw bits, so that NaN payloads and -0.0 count; values are shown beside them."""
+    if same_bits(expected, actual):
+        return Compared(expected.numel())
     compared = differ(f"{what} bits", bits(expected), bits(actual), place)
     if not compared.findings or expected.shape != actual.shape:
         return compared

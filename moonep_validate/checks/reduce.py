@@ -19,7 +19,7 @@ def summed_in_order(s: Step) -> Iterator[Compared]:
     """Owners add slot gradients in ascending (rank, slot), float32"""
     copies = s.ints("reduce", "experts_to_copy")[0]
     for name in PROJECTIONS:
-        want = s.tap("reduce", f"local_{name}").flatten(0, 1)
+        want = s.tap("reduce", f"local_{name}").flatten(0, 1).clone()
         slots = s.tap("reduce", f"slot_{name}")
         for rank, slot in np.argwhere(copies >= 0):
             want[copies[rank, slot]] += slots[rank, slot]
@@ -33,11 +33,11 @@ def slots_cleared(s: Step) -> Iterator[Compared]:
     copies = s.ints("reduce", "experts_to_copy")[0]
     own = np.arange(s.case.R)[:, None] * s.layout.experts_per_rank + np.arange(s.layout.experts_per_rank)
     for name in PROJECTIONS:
-        want = s.tap("reduce", f"slot_{name}")
+        want = s.tap("reduce", f"slot_{name}").clone()
         want[torch.from_numpy(copies >= 0)] = 0
         got = s.tap("reduce", f"after_slot_{name}")
         yield differ_bits(f"{name} slot gradient", want, got, axes("rank", "slot", "weight_row", "weight_column"))
-        before, after = s.tap("reduce", f"full_{name}"), s.tap("reduce", f"after_full_{name}")
+        before, after = s.tap("reduce", f"full_{name}").clone(), s.tap("reduce", f"after_full_{name}")
         if s.case.generation == "A":  # rows of other ranks' experts lie in the same tensor
             ranks, rows = torch.arange(s.case.R)[:, None], torch.from_numpy(own)
             before[ranks, rows] = after[ranks, rows]

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from moonep_validate.checks import Compared, differ_bits
-from moonep_validate.facts import Missing, Step
+from moonep_validate.facts import Absent, Missing, Step
 from moonep_validate.trace import Relation, Trace
 from moonep_validate.verdict import STAGES, Result
 
@@ -37,8 +37,15 @@ def relation_results(step: Step, trace: Trace) -> list[Result]:
 
 def _judge(step: Step, base: Step, relation: Relation, stage: str, taps: list[str], trace: Trace) -> Result:
     level = trace.parts[stage].origin
+    compared, reason = [], ""
     try:
-        compared = [_compare(step, base, *tap.split(".")) for tap in taps]
+        for tap in taps:
+            try:
+                compared.append(_compare(step, base, *tap.split(".")))
+            except Absent as absent:
+                reason = str(absent)
+        if not compared:
+            return Result(relation.id, stage, step.name, "not_applicable", level, reason=reason)
     except Missing as missing:
         return Result(relation.id, stage, step.name, "not_run", level, reason=str(missing))
     except Exception as error:
@@ -60,5 +67,7 @@ def _compare(step: Step, base: Step, op: str, name: str) -> Compared:
         return differ_bits(what, want[inside], got[inside], place)
     if op == "prefetch":
         used = torch.from_numpy(base.copies >= 0)
+        if not used.any():
+            raise Absent("the plan uses no slot")
         want, got = want[used], got[used]
     return differ_bits(what, want, got, lambda i: {"rank": i[0], "element": i[-1]})

@@ -7,8 +7,10 @@ same code serves both generations: the layout differs, the planning does not.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from moonep_validate.contract import Int32s, Ints, Layout
 
@@ -122,8 +124,7 @@ def mark_duplicates(raw: Int32s, top_k: int, num_rows: int) -> Int32s:
     duplicate = np.zeros(destination.shape, bool)
     width = next((bits for bits in (8, 16, 32) if len(raw) <= bits), 64)
     for first in range(0, len(raw), width):  # the ranks that a token has met, one bit each
-        inside = destination // width == first // width
-        bit = inside.astype(f"uint{width}") << (destination % width).astype(f"uint{width}")
+        bit = _bits(destination - first, width)
         met = np.zeros_like(bit[0])
         for k in range(top_k):
             duplicate[k] |= (met & bit[k]) != 0
@@ -131,6 +132,14 @@ def mark_duplicates(raw: Int32s, top_k: int, num_rows: int) -> Int32s:
     flip = -duplicate.T.reshape(raw.shape).astype(raw.dtype)
     dst: Int32s = raw ^ flip  # all bits flipped is -raw - 1
     return dst
+
+
+def _bits(place: Int32s, width: int) -> npt.NDArray[np.unsignedinteger[Any]]:
+    """``1 << place`` in unsigned integers of ``width`` bits; 0 for places outside them."""
+    kind = np.dtype(f"uint{width}").type
+    bit: npt.NDArray[np.unsignedinteger[Any]] = np.left_shift(kind(1), place.astype(kind))
+    inside = (place >= 0) & (place < width)
+    return bit if inside.all() else np.where(inside, bit, kind(0))
 
 
 def _checked(topk_ids: Ints, layout: Layout) -> Ints:

@@ -7,9 +7,10 @@ not compare the oracle with itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,50 +39,47 @@ def plan_rank(topk_ids: Tensor, counts: Tensor, rank: int, layout: Layout) -> Lo
         rank: this rank.
         layout: the geometry.
     """
-    total = counts.sum(dim=0).numpy()
-    alloc = torch.from_numpy(allocate(total, rank_quotas(total, layout), layout))
-    copies = torch.from_numpy(layout.slot_order(alloc.numpy()))
-    groups = torch.from_numpy(layout.group_experts(copies.numpy()))
-    start = torch.zeros(layout.E, layout.R, dtype=torch.int64)
-    for d in range(layout.R):
-        cu_seqlens, zero_fill, first_row = _lay_out_rank(
-            alloc[:, d], groups[d].tolist(), copies[d].tolist(), layout
-        )
-        start[:, d] = first_row
-        if d == rank:
-            mine = cu_seqlens, zero_fill
+    alloc, copies, start, ends, zero_fill = _shared(tuple(counts.sum(dim=0).tolist()), layout)
     raw = _destinations(topk_ids.flatten().long(), counts, alloc, start, rank, layout)
     remote = (alloc[:, rank] > 0) & (torch.arange(layout.E) // layout.experts_per_rank != rank)
     owned = copies[copies >= 0] // layout.experts_per_rank == rank
     return LocalPlan(
         dst=_encode(raw, layout).int(),
         raw=raw,
-        cu_seqlens=mine[0].int(),
+        cu_seqlens=ends[rank].int(),
         experts_to_copy=copies.int(),
-        zero_fill_ranges=mine[1].int(),
+        zero_fill_ranges=zero_fill[rank].int(),
         remote_stats=torch.stack([remote.sum(), owned.sum()]).int(),
     )
 
 
-def _lay_out_rank(
-    rows: Tensor, experts: Sequence[int], copies: Sequence[int], layout: Layout
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(cu_seqlens, zero_fill_ranges, first row of each expert) of one rank."""
-    cu_seqlens = torch.zeros(len(experts), dtype=torch.int64)
-    zero_fill = torch.zeros(len(experts), 2, dtype=torch.int64)
-    first_row = torch.zeros(layout.E, dtype=torch.int64)
-    end = 0
-    for group, expert in enumerate(experts):
-        moved_to_slot = group < layout.num_home_groups and expert in copies
-        count = 0 if expert < 0 or moved_to_slot else int(rows[expert])
-        if count:
-            first_row[expert] = end
-            padding = -count % layout.pad
-            if padding:
-                zero_fill[group] = torch.tensor([end + count, padding])
-            end += count + padding
-        cu_seqlens[group] = end
-    return cu_seqlens, zero_fill, first_row
+@lru_cache(maxsize=4)
+def _shared(total: tuple[int, ...], layout: Layout) -> tuple[Tensor, ...]:
+    """What every rank derives alike from the routes per expert: alloc, experts_to_copy, all ranks' layout.
+
+    Ranks that are threads of one process derive it once.
+    """
+    counts = np.array(total)
+    alloc = torch.from_numpy(allocate(counts, rank_quotas(counts, layout), layout))
+    copies = torch.from_numpy(layout.slot_order(alloc.numpy()))
+    groups = torch.from_numpy(layout.group_experts(copies.numpy()))
+    return alloc, copies, *_lay_out(alloc, groups, copies, layout)
+
+
+def _lay_out(alloc: Tensor, groups: Tensor, copies: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """All ranks: first row of each expert ``[E, R]``, cu_seqlens ``[R, G]``, zero_fill_ranges ``[R, G, 2]``."""
+    ranks = torch.arange(layout.R)[:, None]
+    rows = alloc.T[ranks, groups.clamp(min=0)] * (groups >= 0)
+    home = groups[:, : layout.num_home_groups]
+    in_slot = torch.zeros(layout.R, layout.E + 1, dtype=torch.bool).scatter_(1, copies % (layout.E + 1), True)
+    rows[:, : layout.num_home_groups] *= ~in_slot.gather(1, home)  # its rows are in the slot's group
+    padding = -rows % layout.pad
+    ends = (rows + padding).cumsum(dim=1)
+    begin = ends - rows - padding
+    start = torch.zeros(layout.R, layout.E + 1, dtype=torch.int64)
+    start.scatter_(1, torch.where(rows > 0, groups, layout.E), begin)
+    zero_fill = torch.stack([(begin + rows) * (padding > 0), padding], dim=2)
+    return start[:, : layout.E].T, ends, zero_fill
 
 
 def _destinations(

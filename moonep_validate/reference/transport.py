@@ -98,10 +98,14 @@ class Transport:
         self.destroyed, self.explicitly_destroy = True, explicitly_destroy
         self.group = as_comm(group)
         self.rank: int = self.group.rank
-        self._agree("construct", self._constructor_refusal(sizes, num_ep_ranks, options))
-        everybody = self.group.exchange("construct arguments", (generation, sizes, H, num_ep_ranks))
-        if any(arguments != everybody[0] for arguments in everybody):
-            raise AssertionError(f"ranks construct different Buffers: {everybody}")
+        refusal = self._constructor_refusal(sizes, num_ep_ranks, options)
+        everybody = self.group.exchange("construct", (refusal, (generation, sizes, H, num_ep_ranks)))
+        for rank, (refused, _) in enumerate(everybody):
+            if refused is not None:
+                raise AssertionError(f"rank {rank}: {refused}")
+        arguments = [given for _, given in everybody]
+        if any(given != arguments[0] for given in arguments):
+            raise AssertionError(f"ranks construct different Buffers: {arguments}")
         try:
             self.layout = Layout(generation, num_ep_ranks, **sizes)
         except CaseError as error:
@@ -202,15 +206,15 @@ class Transport:
         raw = _decoded(plan)
         primary = plan.dst >= 0
         token = torch.arange(plan.N)[primary] // plan.K
-        fetched = self._fetch("combine rows", self._rows, raw[primary])
+        wanted = [raw[primary], raw if route_weights_nvs is not None else raw[:0]]
+        sources = [self._rows, self._weights if route_weights_nvs is None else route_weights_nvs]
+        fetched, weights = self._fetch("combine", sources, wanted)
         out = torch.zeros(self.layout.S, self.H)
         order = torch.arange(plan.N)[primary] % plan.K
         for k in range(plan.K):
             out[token[order == k]] += fetched[order == k].float()
-        weights = None
-        if route_weights_nvs is not None:
-            weights = self._fetch("combine weights", route_weights_nvs, raw).view(self.layout.S, plan.K)
-        return out.bfloat16(), weights, Event() if async_finish else None
+        gathered = None if route_weights_nvs is None else weights.view(self.layout.S, plan.K)
+        return out.bfloat16(), gathered, Event() if async_finish else None
 
     def destroy(self) -> None:
         """Collective on the first call, then without effect."""
@@ -350,9 +354,10 @@ class Transport:
         raw = _decoded(plan)
         primary = plan.dst >= 0
         token = torch.arange(plan.N) // plan.K
-        self._store("dispatch rows", self._rows, raw[primary], hidden[token[primary]])
+        targets, values = [self._rows], [(raw[primary], hidden[token[primary]])]
         if weights is not None:
-            self._store("dispatch weights", self._weights, raw, weights.flatten())
+            targets, values = [*targets, self._weights], [*values, (raw, weights.flatten())]
+        self._store("dispatch", targets, values)
         for first, count in plan.zero_fill_ranges.tolist():
             self._rows[first : first + count] = 0
             if weights is not None:
@@ -396,22 +401,39 @@ class Transport:
         for buffer in buffers:
             buffer[self.rank][copies[self.rank] >= 0] = 0
 
-    def _store(self, name: str, target: Tensor, raw: Tensor, values: Tensor) -> None:
-        """Write ``values`` to rows of any rank; ``raw`` is rank * NvS + row."""
-        rank, row = raw // self.layout.num_rows, raw % self.layout.num_rows
-        parts = [(row[rank == d], values[rank == d]) for d in range(self.layout.R)]
-        for where, what in all_to_all(self.group, name, parts):
-            target[where] = what
+    def _store(self, name: str, targets: Sequence[Tensor], values: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Write (rank * NvS + row, value) pairs into tensors of any rank, one list of pairs per tensor."""
+        split = [self._by_rank(raw) for raw, _ in values]
+        sent = [
+            [
+                (row[chosen], value[chosen])
+                for (_, value), (chosen, row) in zip(values, [s[d] for s in split], strict=True)
+            ]
+            for d in range(self.layout.R)
+        ]
+        for received in all_to_all(self.group, name, sent):
+            for target, (row, value) in zip(targets, received, strict=True):
+                target[row] = value
 
-    def _fetch(self, name: str, source: Tensor, raw: Tensor) -> Tensor:
-        """Read rows of any rank; ``raw`` is rank * NvS + row."""
-        rank, row = raw // self.layout.num_rows, raw % self.layout.num_rows
-        asked = all_to_all(self.group, f"{name} index", [row[rank == d] for d in range(self.layout.R)])
-        answers = all_to_all(self.group, name, [source[where] for where in asked])
-        out = torch.empty((len(raw), *source.shape[1:]), dtype=source.dtype)
-        for d, answer in enumerate(answers):
-            out[rank == d] = answer
+    def _fetch(self, name: str, sources: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[Tensor]:
+        """Read rows of tensors of any rank; each of ``wanted`` is rank * NvS + row."""
+        split = [self._by_rank(raw) for raw in wanted]
+        requests = [[row[chosen] for chosen, row in [s[d] for s in split]] for d in range(self.layout.R)]
+        asked = all_to_all(self.group, f"{name} index", requests)
+        answers = [[source[row] for source, row in zip(sources, rows, strict=True)] for rows in asked]
+        out = [
+            torch.empty((len(raw), *source.shape[1:]), dtype=source.dtype)
+            for raw, source in zip(wanted, sources, strict=True)
+        ]
+        for d, answer in enumerate(all_to_all(self.group, name, answers)):
+            for tensor, part, ranks in zip(out, answer, split, strict=True):
+                tensor[ranks[d][0]] = part
         return out
+
+    def _by_rank(self, raw: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """For each rank: (places of its entries, row of every entry)."""
+        rank, row = raw // self.layout.num_rows, raw % self.layout.num_rows
+        return [(torch.nonzero(rank == d)[:, 0], row) for d in range(self.layout.R)]
 
 
 def mismatch(wanted: dict[str, _Wanted]) -> str | None:

@@ -10,6 +10,7 @@ from moonep_validate.checks import CHECKS
 from moonep_validate.checks.relations import PROMISES
 from moonep_validate.engine import RETURNS
 from moonep_validate.verdict import EXIT_CODES, NO_CHECK, STAGES, Verdict, worst
+from moonep_validate.witnesses import WITNESSES
 
 INTERRUPTED = 2
 NOTHING_RAN = 5
@@ -84,6 +85,12 @@ class Summary:
             row.statuses[result.status] += 1
             row.information |= not result.gates
         return [rows[key] for key in sorted(rows, key=lambda key: (key[0], key[1][0], int(key[1][1:])))]
+
+    def idle(self) -> list[str]:
+        """Checks that compared nothing in any case, and known events that no case showed."""
+        active = {r.check for verdict in self.verdicts for r in verdict.results if r.examined}
+        seen = self.witnesses()
+        return [c for c in (*CHECKS, *PROMISES) if c not in active] + [f"@{w}" for w in WITNESSES if not seen[w]]
 
     def witnesses(self) -> Counter[str]:
         """Cases in which each event occurred."""

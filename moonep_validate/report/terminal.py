@@ -81,6 +81,8 @@ def show_table(console: Console, summary: Summary) -> None:
         stage = row.stage
     console.print(table)
     seen = ", ".join(f"{name} {count}" for name, count in summary.witnesses().items())
+    if idle := summary.idle():
+        console.print(f"idle, {len(idle)} checks and events: {' '.join(idle)}", highlight=False, soft_wrap=True)
     if seen:
         console.print(f"events seen, in cases: {seen}", highlight=False, soft_wrap=True)
 

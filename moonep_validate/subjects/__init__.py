@@ -68,7 +68,7 @@ REFERENCE = Subject(
 )
 
 
-def module_subject(name: str, generation: str, part: Part, relaxed: bool) -> Subject:
+def module_subject(name: str, generation: str, part: Part, relaxed: bool, destructive: bool) -> Subject:
     """Any importable module with MoonEP's ``Buffer``, with our experts around it.
 
     Args:
@@ -76,6 +76,7 @@ def module_subject(name: str, generation: str, part: Part, relaxed: bool) -> Sub
         generation: of its API.
         part: what was imported (probe.py); the module itself is imported in the workers only.
         relaxed: also run cases that real hardware refuses.
+        destructive: also run bad input that may trap, hang or end the process.
     """
 
     def supports(case: Case) -> str | None:
@@ -83,6 +84,8 @@ def module_subject(name: str, generation: str, part: Part, relaxed: bool) -> Sub
             return f"{name} has API generation {generation}"
         if not case.portable and not relaxed:
             return "not portable to hardware (H, I multiples of 128; R even or E/R % 4 == 0); see --relaxed"
+        if case.scenario.name == "destructive" and not destructive:
+            return "it may trap, hang or end the process; see --destructive"
         return None
 
     def open_module(rig: Rig) -> ComposedSession:

@@ -125,8 +125,9 @@ class Slots:
         return self._store[name][self.case.E :] if self.needs_all_experts else self._store[name][self.rank]
 
     def groups(self, name: str) -> Tensor:
-        """The weight of every compute group, ``[groups, ...]``."""
-        return self._store[name] if self.needs_all_experts else torch.cat([self.local(name), self.slots(name)])
+        """A copy of the weight of every compute group, ``[groups, ...]``."""
+        parts = [self._store[name]] if self.needs_all_experts else [self.local(name), self.slots(name)]
+        return torch.cat(parts)
 
     def prefetch_arguments(self) -> dict[str, Tensor]:
         """Keyword arguments of ``prefetch_weight``."""

@@ -155,7 +155,11 @@ class ComposedSession:
             out = self._call["dispatch"](batch.hidden, weights, batch.topk_ids, counts, **flags)
         else:
             out = self._call["dispatch"](batch.hidden, weights, plan=replay.plan, **flags)
-        if flags.get("async_finish"):
+        promised = 5 if flags.get("async_finish") else 4
+        if not isinstance(out, tuple) or len(out) != promised:
+            count = len(out) if isinstance(out, tuple) else type(out).__name__
+            raise TypeError(f"dispatch returned {count} values, {promised} are promised")
+        if promised == 5:
             out[4].wait()
         rows, row_weights, cu_seqlens, plan = out[:4]
         if replay is not None:
@@ -187,7 +191,7 @@ class ComposedSession:
         weights = [self.weights.groups(name) for name in PROJECTIONS]
         with self.rig.recorder.call(step, "experts") as call:
             call.put(rows=sent.rows, row_weights=sent.row_weights, cu_seqlens=sent.cu_seqlens)
-            call.put(**{f"weight_{name}": weight for name, weight in zip(PROJECTIONS, weights, strict=True)})
+            call.keep(**{f"weight_{name}": weight for name, weight in zip(PROJECTIONS, weights, strict=True)})
             out: Tensor = self._experts(sent.rows, sent.row_weights, sent.cu_seqlens, weights)
             call.put(out=out)
         self.rig.poison(out[sent.end :])
@@ -210,7 +214,8 @@ class ComposedSession:
             out = self._call["combine"](sent.plan, rows, sent.row_weights, **flags)
             if flags.get("async_finish"):
                 out[2].wait()
-            call.put(hidden=out[0], topk_weights=out[1])
+            call.put(topk_weights=out[1])
+            call.keep(hidden=out[0])
             call.note(hidden=out[0])
             if flags.get("zero_copy"):
                 call.put(after_rows=rows)

@@ -65,10 +65,10 @@ class Pool:
         try:
             self.connections = self._accept(listener, root)
         except BaseException:
+            listener.close()
             self.close()
             raise
-        finally:
-            listener.close()
+        listener.close()
 
     def _spawn(self, root: Path, address: str, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "moonep_validate.worker", address, str(rank), str(self.size), str(root)]
@@ -185,8 +185,8 @@ _pools: dict[tuple[Any, ...], Pool] = {}
 
 
 def pool(size: int, environment: dict[str, str]) -> Pool:
-    """The living pool of this size and environment; others are closed, since two cores serve one at best."""
-    key = (size, *sorted(environment.items()))
+    """The living pool of this size, environment and import path; others are closed, to free the cores."""
+    key = (size, os.environ.get("PYTHONPATH"), *sorted(environment.items()))
     for other in [k for k, p in _pools.items() if k != key or not p.alive]:
         _pools.pop(other).close()
     if key not in _pools:

@@ -16,6 +16,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -31,13 +33,14 @@ class _Rank:
 
     def __init__(self, baton: _Baton, rank: int, size: int) -> None:
         self.baton, self.rank, self.size = baton, rank, size
-        self.turn = threading.Semaphore(0)
+        self.turn = threading.Lock()  # held while it is another rank's turn
+        self.turn.acquire()
         self.waits_in: str | None = None
         self.calls = 0
         self.value: Any = None
         self.received: list[Any] | None = None
         self.failure: type[CollectiveError] | None = None
-        self.ended = False
+        self.ended, self.finished = False, threading.Event()
         self.outcome = Outcome()
 
     def exchange(self, name: str, value: T) -> list[T]:
@@ -46,9 +49,8 @@ class _Rank:
             raise self.failure(self.baton.diagnosis)
         self.calls += 1
         self.waits_in, self.value = f"{name} (collective #{self.calls})", value
-        self.baton.release()
+        self.baton.release(self)
         self.turn.acquire()
-        self.waits_in = None
         if self.failure:
             raise self.failure(self.baton.diagnosis)
         assert self.received is not None
@@ -72,25 +74,39 @@ class _Baton:
         self.diagnosis = ""
         self.over = threading.Event()
 
-    def release(self) -> None:
-        """Hand on from the holder to the next runnable rank; complete the collective if all are in it."""
-        if all(rank.waits_in for rank in self.ranks) and len({rank.waits_in for rank in self.ranks}) == 1:
-            values = [rank.value for rank in self.ranks]
-            for rank in self.ranks:
-                rank.received, rank.waits_in = values, None
-        runnable = [r for r in self.ranks if not r.ended and not r.waits_in]
-        if not runnable:
-            runnable = self._fail_waiting()
-        if not runnable:
+    def release(self, holder: _Rank) -> None:
+        """Hand on to the next runnable rank in rank order.
+
+        The rank that completes a collective goes on itself, which saves a change of threads.
+        """
+        following = self._complete(holder) or self._runnable(holder) or self._fail_waiting()
+        if following is None:
             self.over.set()
             return
-        following = [r for r in runnable if r.rank > self.holder] or runnable
-        self.holder = following[0].rank
+        self.holder = following.rank
         self.handovers += 1
-        following[0].turn.release()
+        following.turn.release()
 
-    def _fail_waiting(self) -> list[_Rank]:
-        """No rank can run: tell those that wait why."""
+    def _complete(self, holder: _Rank) -> _Rank | None:
+        """Deliver the values if every rank is in the holder's collective."""
+        for rank in self.ranks:
+            if rank.waits_in is None or rank.waits_in != holder.waits_in:
+                return None
+        values = [rank.value for rank in self.ranks]
+        for rank in self.ranks:
+            rank.received, rank.waits_in = values, None
+        return holder
+
+    def _runnable(self, holder: _Rank) -> _Rank | None:
+        """The next rank after the holder that neither waits nor has ended."""
+        place = holder.rank + 1
+        for rank in (*self.ranks[place:], *self.ranks[:place]):
+            if rank.waits_in is None and not rank.ended:
+                return rank
+        return None
+
+    def _fail_waiting(self) -> _Rank | None:
+        """No rank can run: tell those that wait why, and let the first of them go on with that."""
         waiting = [rank for rank in self.ranks if not rank.ended]
         raised = [rank for rank in self.ranks if rank.ended and rank.outcome.error]
         places = [
@@ -104,7 +120,7 @@ class _Baton:
             kind = PeerFailed
         for rank in waiting:
             rank.failure, rank.waits_in = kind, None
-        return waiting
+        return waiting[0] if waiting else None
 
 
 def run(function: Callable[[Comm], None], size: int, deadline: float) -> list[Outcome]:
@@ -119,20 +135,18 @@ def run(function: Callable[[Comm], None], size: int, deadline: float) -> list[Ou
         One outcome per rank. A hung rank's thread is abandoned, everything else has ended.
     """
     baton = _Baton(size)
-    threads = [
-        threading.Thread(target=_body, args=(rank, function), name=f"rank {rank.rank}", daemon=True)
-        for rank in baton.ranks
-    ]
-    for thread in threads:
-        thread.start()
+    workers = [_idle.pop() if _idle else _Worker() for _ in range(size)]
+    for rank, worker in zip(baton.ranks, workers, strict=True):
+        worker.tasks.put(partial(_body, rank, function))
     baton.ranks[0].turn.release()
     seen, since = -1, time.monotonic()
     while not baton.over.wait(timeout=deadline / 20):
         if baton.handovers != seen:
             seen, since = baton.handovers, time.monotonic()
         elif time.monotonic() - since > deadline:
-            _abandon(baton, threads)
-            break
+            _abandon(baton, workers)
+            return [rank.outcome for rank in baton.ranks]
+    _idle.extend(workers)
     return [rank.outcome for rank in baton.ranks]
 
 
@@ -145,14 +159,31 @@ def _body(rank: _Rank, function: Callable[[Comm], None]) -> None:
     except BaseException as error:  # an exception on a rank is data, judged later
         rank.outcome.error = error
     rank.ended = True
+    rank.finished.set()
     if rank.outcome.stack is None:
-        rank.baton.release()
+        rank.baton.release(rank)
 
 
-def _abandon(baton: _Baton, threads: Sequence[threading.Thread]) -> None:
-    """Take the holder's stack, stop its Python code if it runs any, and release the others."""
+class _Worker:
+    """A thread that runs ranks of one case after another; torch spends over a millisecond on each new thread."""
+
+    def __init__(self) -> None:
+        self.tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.thread = threading.Thread(target=self._work, daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        while True:
+            self.tasks.get()()
+
+
+_idle: list[_Worker] = []
+
+
+def _abandon(baton: _Baton, workers: Sequence[_Worker]) -> None:
+    """Take the holder's stack, stop its Python code, release the others; none of the workers is used again."""
     stuck = baton.ranks[baton.holder]
-    thread = threads[stuck.rank]
+    thread = workers[stuck.rank].thread
     assert thread.ident is not None
     frame = sys._current_frames().get(thread.ident)
     stuck.outcome.stack = "".join(traceback.format_stack(frame)) if frame else "(no Python frame)"
@@ -162,6 +193,6 @@ def _abandon(baton: _Baton, threads: Sequence[threading.Thread]) -> None:
             rank.failure, rank.baton = PeerFailed, _Baton(0)  # nobody to hand on to
             rank.baton.diagnosis = f"rank {stuck.rank} kept running past the deadline"
             rank.turn.release()
-    for rank, thread in zip(baton.ranks, threads, strict=True):
+    for rank in baton.ranks:
         if rank is not stuck:
-            thread.join()
+            rank.finished.wait()

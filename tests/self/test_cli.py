@@ -70,7 +70,7 @@ def test_exit_codes_of_verdicts(cli: Cli, arguments: list[str], code: int) -> No
         (["run", "--profile", "smok"], "unknown profile 'smok'"),
         (["run", "--moonep-module", "no_such_moonep"], "cannot be imported: ModuleNotFoundError"),
         (["run", "--moonep-module", "json"], "has no class Buffer; it offers: JSONDecodeError"),
-        (["run", "--api", "B"], "--api, --policy and --relaxed go with --moonep-module"),
+        (["run", "--api", "B"], "--api, --policy, --relaxed and --destructive go with --moonep-module"),
         (["run", "--moonep-module", "json", "--api", "C"], "--api is 'C'; known: A, B"),
         (["run", "--fault", "slot"], "unknown fault 'slot'"),
         (["run", "--keep", "some"], "--keep is 'some'; known: failed, all, none"),

@@ -28,6 +28,7 @@ WITHOUT = {
     "remote_read": "genA+R4+E16+K4+S9+H8+overflow",
     "empty_plan": "genB+R2+E4+K2+S3+H8+hot:0",
     "full_plan": "genB+R2+E4+K2+S3+H8+all_local",
+    "buffer_full": "genB+R2+E4+K2+S3+H8+all_local",
     "odd_bits": "genB+R2+E4+K2+S3+H8",
     "order_visible": "genB+R2+E4+K2+S3+H8+fill:cancel+combine_only",
     "rounding_visible": "genB+R2+E4+K2+S3+H8+combine_only",

@@ -49,7 +49,8 @@ def bits(tensor: Tensor) -> list[Any]:
 
 
 def fresh(buffer: Any, tokens: Batch, **options: Any) -> tuple[Any, ...]:
-    return buffer.dispatch(tokens.hidden, tokens.topk_weights, tokens.topk_ids, **options)
+    result: tuple[Any, ...] = buffer.dispatch(tokens.hidden, tokens.topk_weights, tokens.topk_ids, **options)
+    return result
 
 
 def test_replay_sends_new_rows_by_an_old_plan_and_returns_the_same_plan() -> None:

@@ -75,10 +75,8 @@ class Buffer(Transport):
         pool_scales = [gate_scale_prefetch_buffer, up_scale_prefetch_buffer, down_scale_prefetch_buffer]
         refusal = self._weights_refusal(local, [*local_scales, *pool_scales]) or self._pool_refusal(local, pools)
         self._agree("prefetch", refusal)
-        names = [*PROJECTIONS, *(f"{name} scale" for name in PROJECTIONS)]
-        for name, mine, pool in zip(names, [*local, *local_scales], [*pools, *pool_scales], strict=True):
-            if mine is not None and pool is not None:
-                self._push(plan.experts_to_copy, mine, pool, name)
+        pairs = zip([*local, *local_scales], [*pools, *pool_scales], strict=True)
+        self._push(plan.experts_to_copy, [(a, b) for a, b in pairs if a is not None and b is not None])
         barrier(self.group, "prefetch exit")
         return Event() if async_finish else None
 
@@ -125,12 +123,13 @@ class Buffer(Transport):
                 )
         return None
 
-    def _push(self, copies: Tensor, local: Tensor, pool: Tensor, name: str) -> None:
+    def _push(self, copies: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Send rows of the local tensors to the ranks that copy them, into their own pools."""
         per_rank = self.layout.experts_per_rank
-        sent = []
-        for d in range(self.layout.R):
-            mine = copies[d][(copies[d] >= 0) & (copies[d] // per_rank == self.rank)]
-            sent.append(local[mine.long() - self.rank * per_rank])
-        for source, received in enumerate(all_to_all(self.group, f"prefetch {name}", sent)):
-            slots = torch.nonzero((copies[self.rank] >= 0) & (copies[self.rank] // per_rank == source))[:, 0]
-            pool[self.rank, slots] = received
+        owner = torch.where(copies >= 0, copies // per_rank, -1)
+        rows = [copies[d][owner[d] == self.rank].long() - self.rank * per_rank for d in range(self.layout.R)]
+        sent = [[local[row] for local, _ in pairs] if len(row) else [] for row in rows]
+        for source, received in enumerate(all_to_all(self.group, "prefetch", sent)):
+            slots = torch.nonzero(owner[self.rank] == source)[:, 0]
+            for (_, pool), tensor in zip(pairs, received, strict=False):
+                pool[self.rank, slots] = tensor
