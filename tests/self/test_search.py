@@ -39,9 +39,9 @@ def drawn(count: int, portable: bool = False, generations: str = "AB") -> list[C
 
 
 def test_valid_cases_of_every_word_are_drawn() -> None:
-    """Drawing filters nothing, so each draw is a case: 400 are 400."""
-    cases = drawn(400)
-    assert len(cases) >= 400
+    """Drawing filters nothing, so each draw is a case: 800 are 800."""
+    cases = drawn(800)
+    assert len(cases) >= 800
     assert all(Case.parse(str(case)) == case for case in cases)
     for field in ("routing", "fill", "scenario"):
         known = {name for name, word in VOCABULARY.items() if word.field == field}
