@@ -157,7 +157,7 @@ def test_staged_and_deleted_files_are_changes(tmp_path: Path, load: Load) -> Non
     module = load(tmp_path)
     other.unlink()
     deleted = provenance(module).dirty
-    git(tmp_path, "add", "--all")
+    git(tmp_path, "add", "--update")
     assert provenance(module).dirty == deleted
     assert deleted
 
