@@ -25,6 +25,8 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+from moonep_validate.trace import Part
+
 UNKNOWN = "unknown"
 _TIMEOUT = 5.0
 #: The same change gives the same digest, whatever the user's configuration of ``git diff``.
@@ -74,13 +76,13 @@ def provenance(module: ModuleType) -> Provenance:
     return Provenance(package, version, revision, dirty, editable, _text(origin.get("url")) or None, file)
 
 
-def describe(p: Provenance) -> str:
+def describe(p: Provenance | Part) -> str:
     """One line for the terminal."""
     text = p.package + (", version unknown" if p.version == UNKNOWN else f" {p.version}")
     text += f" at {p.revision}" if p.revision else ""
     text += f" (dirty {p.dirty})" if p.dirty else ""
     text += ", editable" if p.editable else ""
-    return text + (f", from {p.file}" if p.file else ", from no file")
+    return text + (f", from {p.file}" if p.file else "")
 
 
 # The module itself

@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -114,27 +113,17 @@ def _near(name: str, known: Sequence[str] | dict[str, Any]) -> str:
 
 
 class Seams:
-    """The seams of one rank with the faults that sit on them.
-
-    Attributes:
-        hits: how often each seam was called.
-    """
+    """The seams of one rank with the faults that sit on them."""
 
     def __init__(self, faults: Sequence[Spec], rank: int) -> None:
         self.faults, self.rank = faults, rank
-        self.hits: Counter[str] = Counter()
 
     def around(self, seam: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function`` with this seam's faults around it."""
         for spec in self.faults:
             if FAULTS[spec.name].seam == seam:
                 function = partial(FAULTS[spec.name].function, Next(self.rank, function), **_parameters(spec))
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.hits[seam] += 1
-            return function(*args, **kwargs)
-
-        return counted
+        return function
 
 
 for _module in _MODULES:

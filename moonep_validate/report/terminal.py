@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from moonep_validate.oracle.plan import Plan
+from moonep_validate.provenance import describe
 from moonep_validate.report.summary import Summary
 from moonep_validate.trace import Part, Trace
 from moonep_validate.verdict import Verdict
@@ -44,13 +45,9 @@ def show_evidence(console: Console, trace: Trace) -> None:
     for stage, part in trace.parts.items():
         stages.setdefault(part, []).append(stage)
     for part, names in stages.items():
-        revision = f" at {part.revision}" if part.revision else ""
-        dirty = f" with changes {part.dirty}" if part.dirty else ""
-        file = f" ({part.file})" if part.file else ""
         seams = f", replaced: {', '.join(part.seams)}" if part.seams else ""
         console.print(
-            f"evidence: [bold]{part.origin}[/bold] {escape(part.package)} {part.version}"
-            f"{revision}{dirty}{escape(file)}{seams} for {', '.join(names)}",
+            f"evidence: [bold]{part.origin}[/bold] {escape(describe(part))}{seams} for {', '.join(names)}",
             highlight=False,
             soft_wrap=True,
         )

@@ -417,7 +417,7 @@ def test_broken_metadata_of_others_and_no_version(tmp_path: Path, load: Load) ->
 def test_builtin_module() -> None:
     p = provenance(sys)
     assert p == Provenance("sys", "unknown", None, None, False, None, "")
-    assert describe(p) == "sys, version unknown, from no file"
+    assert describe(p) == "sys, version unknown"
 
 
 def test_frozen_and_standard_modules() -> None:
