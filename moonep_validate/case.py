@@ -102,6 +102,12 @@ VOCABULARY: dict[str, Word] = {
     "life": Word("scenario", "life", "recreate, two Buffers, two layers on the same slots, destroy"),
     "refusals": Word("scenario", "refusals", "bad input that every build must refuse"),
     "destructive": Word("scenario", "destructive", "bad input on which upstream is undefined; --destructive"),
+    "layers": Word("scenario", "layers", "engines: two layers in turn on the same slots"),
+    "token_counts": Word("scenario", "token_counts", "engines: other token counts on each rank in each step"),
+    "invalid_ids": Word("scenario", "invalid_ids", "engines: expert ids -1, and repeated ones"),
+    "abort": Word("scenario", "abort", "engines: an exception inside the layer, then a healthy step"),
+    "reload": Word("scenario", "reload", "engines: other weights are loaded into a living layer"),
+    "answers": Word("scenario", "answers", "engines: configurations that must be refused, or must not"),
     "slot_used": Word("witness", "@slot_used", "a redundant expert slot holds rows"),
     "two_slots": Word("witness", "@two_slots", "one rank uses two slots"),
     "duplicate": Word("witness", "@duplicate", "a token has two rows on one rank"),
@@ -118,6 +124,7 @@ VOCABULARY: dict[str, Word] = {
     "rounding_visible": Word(
         "witness", "@rounding_visible", "leaving out the rounding per rank gives another combine"
     ),
+    "slots_everywhere": Word("witness", "@slots_everywhere", "each rank uses a slot in some step"),
     "donor_receiver": Word("witness", "@donor_receiver", "a rank gives rows away and receives others"),
 }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +16,7 @@ from rich.console import Console
 
 from moonep_validate import __version__
 from moonep_validate.case import VOCABULARY, Case, CaseError, Spec
-from moonep_validate.profiles import PROFILES, for_generations, profile
+from moonep_validate.profiles import PROFILES, default_profile, for_generations, profile
 
 if TYPE_CHECKING:
     from moonep_validate.engine import Job
@@ -53,6 +53,20 @@ ApiOption = Annotated[str | None, typer.Option(help="API generation A or B, wher
 PolicyOption = Annotated[
     str | None, typer.Option(help="upstream: also gate on upstream's exact plan and rounding; legal.")
 ]
+SubjectOption = Annotated[
+    str, typer.Option(help="reference, vllm, sglang, or MODULE:CLASS of an engine's integration.")
+]
+PathOption = Annotated[
+    str | None, typer.Option("--sglang-path", help="Folder with the package sglang; first on the import path.")
+]
+DeviceOption = Annotated[str, typer.Option(help="Where an engine's tensors live: cpu or cuda.")]
+RequireOption = Annotated[
+    list[str] | None,
+    typer.Option(help="STAGE=PACKAGE that must really run, e.g. load=vllm or transport=moonep; else exit code 1."),
+]
+WaiversOption = Annotated[
+    str | None, typer.Option(help="File of known defects of an engine; none: no waivers; else those we ship.")
+]
 RelaxedOption = Annotated[bool, typer.Option("--relaxed", help="Also run cases that real hardware refuses.")]
 
 DestructiveOption = Annotated[
@@ -62,8 +76,16 @@ DestructiveOption = Annotated[
 
 @app.command()
 def run(
+    context: typer.Context,
     case: CaseOption = None,
-    profile_name: Annotated[str, typer.Option("--profile", help=f"Case list: {', '.join(PROFILES)}.")] = "default",
+    profile_name: Annotated[
+        str | None,
+        typer.Option("--profile", help=f"Case list: {', '.join(PROFILES)}; by default engine for an engine."),
+    ] = None,
+    subject: SubjectOption = "reference",
+    sglang_path: PathOption = None,
+    device: DeviceOption = "cpu",
+    waivers: WaiversOption = None,
     moonep_module: ModuleOption = None,
     api: ApiOption = None,
     policy: PolicyOption = None,
@@ -72,6 +94,7 @@ def run(
     fault: FaultOption = None,
     deadline: DeadlineOption = 30.0,
     out: Annotated[Path | None, typer.Option(help="Folder for report.json and traces.")] = None,
+    require: RequireOption = None,
     keep: Annotated[
         str, typer.Option(help="Traces to keep in --out: failed (whatever did not pass), all or none.")
     ] = "failed",
@@ -79,9 +102,12 @@ def run(
 ) -> None:
     """Judge a subject on a profile, or on the cases given."""
     lines = [Case.parse(text) for text in case or ()]
+    profile_name = profile_name or default_profile(subject)
     listed = profile(profile_name)
-    job = _job(moonep_module, api, policy, relaxed, destructive, fault, deadline)
+    job = _job(context.params)
     cases = lines or for_generations(listed, (job.generation,) if job.generation else ("A", "B"))
+    if require:
+        _require(job, require)
     _one_of("--keep", keep, ("failed", "all", "none"))
     folder = _folder(out) if out else None
     from moonep_validate.engine import run_case
@@ -113,7 +139,12 @@ def check(folder: Annotated[Path, typer.Argument(help="A folder that `run --out`
 
 @app.command()
 def shrink(
+    context: typer.Context,
     case: Annotated[str, typer.Option("--case", help="A failing case line.")],
+    subject: SubjectOption = "reference",
+    sglang_path: PathOption = None,
+    device: DeviceOption = "cpu",
+    waivers: WaiversOption = None,
     moonep_module: ModuleOption = None,
     api: ApiOption = None,
     policy: PolicyOption = None,
@@ -124,7 +155,7 @@ def shrink(
     seconds: Annotated[float, typer.Option(min=1.0, help="Budget.")] = 60.0,
 ) -> None:
     """Find the smallest case that fails in the same way."""
-    job, whole = _job(moonep_module, api, policy, relaxed, destructive, fault, deadline), Case.parse(case)
+    job, whole = _job(context.params), Case.parse(case)
     from moonep_validate.engine import run_case
     from moonep_validate.shrink import shrink as shrink_case
 
@@ -240,8 +271,13 @@ def repro(
 
 @app.command()
 def search(
+    context: typer.Context,
     seconds: Annotated[float, typer.Option("--time", min=1.0, help="Seconds to search.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Where to start; the same seed draws the same cases.")] = 0,
+    subject: SubjectOption = "reference",
+    sglang_path: PathOption = None,
+    device: DeviceOption = "cpu",
+    waivers: WaiversOption = None,
     moonep_module: ModuleOption = None,
     api: ApiOption = None,
     policy: PolicyOption = None,
@@ -251,7 +287,7 @@ def search(
     deadline: DeadlineOption = 30.0,
 ) -> None:
     """Generate cases toward planner stress, judge each, and print the worst as case lines; needs hypothesis."""
-    job = _job(moonep_module, api, policy, relaxed, destructive, fault, deadline)
+    job = _job(context.params)
     from moonep_validate.engine import run_case
     from moonep_validate.report.summary import Summary
     from moonep_validate.search import lines
@@ -334,21 +370,32 @@ def _other(error: Exception) -> int:
     return INTERNAL
 
 
-def _job(
-    module: str | None,
-    api: str | None,
-    policy: str | None,
-    relaxed: bool,
-    destructive: bool,
-    faults: list[str] | None,
-    deadline: float,
-) -> Job:
+def _job(options: Mapping[str, Any]) -> Job:
+    """The job of a command, from its own parameters."""
     from moonep_validate.engine import make_job
 
-    for option, value, known in (("--api", api, ("A", "B")), ("--policy", policy, ("upstream", "legal"))):
-        if value is not None:
-            _one_of(option, value, known)
-    return make_job(module, api, policy, relaxed, destructive, faults or (), deadline)
+    given = {name: options[name] for name in ("api", "policy", "relaxed", "destructive", "deadline", "device")}
+    for name, known in (("api", ("A", "B")), ("policy", ("upstream", "legal")), ("device", ("cpu", "cuda"))):
+        if given[name] is not None:
+            _one_of(f"--{name}", given[name], known)
+    with _out.status("starting"):
+        return make_job(
+            options["moonep_module"],
+            faults=options["fault"] or (),
+            subject=options["subject"],
+            path=options["sglang_path"],
+            waivers="" if options["waivers"] == "none" else options["waivers"],
+            **given,
+        )
+
+
+def _require(job: Job, wanted: list[str]) -> None:
+    """Stop where another part would run than the one that a gate asks for."""
+    from moonep_validate.engine import unmet
+
+    if missing := unmet(job, wanted):
+        Console(stderr=True).print("\n".join(missing), markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1)
 
 
 def _one_of(option: str, value: str, known: Iterable[str]) -> None:

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from datetime import date
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,20 +19,29 @@ import torch
 from moonep_validate.case import Case, CaseError, Spec
 from moonep_validate.checks import CHECKS, Check, run_check
 from moonep_validate.checks.relations import relation_results
-from moonep_validate.facts import Missing, Step, steps_of
+from moonep_validate.facts import Step, steps_of
 from moonep_validate.faults import Seams, parse_fault
+from moonep_validate.measures import measures
+from moonep_validate.provenance import describe
 from moonep_validate.rig import Rig
 from moonep_validate.scenarios import SCENARIOS
-from moonep_validate.subjects import REFERENCE, Subject, module_subject
+from moonep_validate.subjects import REFERENCE, Subject, engines, module_subject
 from moonep_validate.subjects.probe import probe
 from moonep_validate.trace import Call, Part, Recorder, Relation, Trace, described
 from moonep_validate.verdict import NO_CHECK, STAGES, Finding, Result, Verdict
+from moonep_validate.waivers import SHIPPED, Waiver, read_waivers, waive
 from moonep_validate.witnesses import count_witnesses, vacuous_reasons
 from moonep_validate.worlds import processes, threads
 from moonep_validate.worlds.comm import Comm
 
 #: What check F1 promises; it needs no comparison and so no entry in ``CHECKS``.
 RETURNS = "Every call returns on every rank"
+#: Groups of stages that a gate can ask for by one name.
+GROUPS = {
+    "transport": ("plan", "dispatch", "prefetch", "combine"),
+    "loader": ("load",),
+    "engine": ("load", "prepare", "experts", "layer"),
+}
 _NO_STEP = ("open", "close", "load")
 
 
@@ -39,22 +50,34 @@ class Job:
     """Where and on whom a case runs; the case says what.
 
     Attributes:
-        module: an importable module with MoonEP's ``Buffer``; None is the embedded reference.
+        module: an importable module with MoonEP's ``Buffer``; None is the embedded reference, or an engine's.
         generation, part: what the module is, from probe.py.
+        engine: a serving engine: ``vllm``, ``sglang``, or MODULE:CLASS of an ``Integration``.
+        engine_part: what the engine is.
+        not_run: why nothing can run on this engine here, or None.
+        path: a folder that goes first on the import path of the workers.
+        device: ``cpu`` or ``cuda``.
         relaxed: run cases on the module that real hardware refuses.
         destructive: run bad input on the module that may trap, hang or end the process.
         faults: seeded faults.
         deadline: seconds that a rank may run without a sign of life.
+        waivers: a file of known defects; None is what ships with the suite, an empty text is none.
         options: the command-line options beside ``--case`` and ``--fault`` that lead to this job.
     """
 
     module: str | None = None
     generation: str | None = None
     part: Part | None = None
+    engine: str | None = None
+    engine_part: Part | None = None
+    not_run: str | None = None
+    path: str | None = None
+    device: str = "cpu"
     relaxed: bool = False
     destructive: bool = False
     faults: tuple[Spec, ...] = ()
     deadline: float = 30.0
+    waivers: str | None = None
     options: str = ""
 
     @property
@@ -65,7 +88,18 @@ class Job:
     @property
     def environment(self) -> dict[str, str]:
         """Variables of the worker processes."""
-        return {"MOONEP_VALIDATE_RELAXED": "1"} if self.relaxed else {}
+        relaxed = {"MOONEP_VALIDATE_RELAXED": "1"} if self.relaxed else {}
+        return relaxed | (engines.environment(self.engine, self.path, self.device) if self.engine else {})
+
+    @property
+    def start_request(self) -> bytes | None:
+        """What a new pool of workers is told first: the engine that it shall import and initialise."""
+        return json.dumps({"start": self.engine, "device": self.device}).encode() if self.engine else None
+
+    @property
+    def reset_request(self) -> bytes | None:
+        """What the workers are told after a case in which a rank raised; an engine is dear to start anew."""
+        return json.dumps({"reset": self.engine}).encode() if self.engine else None
 
     def to_json(self) -> dict[str, Any]:
         """The job as JSON data."""
@@ -74,8 +108,8 @@ class Job:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Job:
         """Read ``to_json``."""
-        part = Part.from_json(data["part"]) if data["part"] else None
-        return cls(**{**data, "part": part, "faults": tuple(Spec.parse(fault) for fault in data["faults"])})
+        parts = {name: Part.from_json(data[name]) if data[name] else None for name in ("part", "engine_part")}
+        return cls(**{**data, **parts, "faults": tuple(Spec.parse(fault) for fault in data["faults"])})
 
 
 def make_job(
@@ -86,13 +120,29 @@ def make_job(
     destructive: bool = False,
     faults: Sequence[str] = (),
     deadline: float = 30.0,
+    subject: str = "reference",
+    path: str | None = None,
+    device: str = "cpu",
+    waivers: str | None = None,
 ) -> Job:
-    """A job from command-line text; asks a module what it is.
+    """A job from command-line text; asks a module or an engine what it is.
 
     Raises:
-        CaseError: for an unknown fault, or a module that cannot be judged.
+        CaseError: for an unknown fault or subject, options that exclude each other, a module that cannot be
+            judged, or an engine whose calls do not fit the ``moonep`` that it would get.
     """
     parsed = tuple(parse_fault(text) for text in faults)
+    if subject != "reference":
+        if module or api or policy or relaxed or destructive:
+            raise CaseError(
+                f"--subject {subject}: --moonep-module, --api, --policy, --relaxed and --destructive "
+                "go without it; an engine takes the moonep that it can import"
+            )
+        job = Job(engine=subject, path=path, device=device, faults=parsed, deadline=deadline, waivers=waivers)
+        _waivers(waivers)  # a bad file is said before anything starts
+        return _engine_job(job)
+    if path or device != "cpu":
+        raise CaseError("--sglang-path and --device go with --subject vllm or --subject sglang")
     if module is None:
         if api or policy or relaxed or destructive:
             raise CaseError("--api, --policy, --relaxed and --destructive go with --moonep-module")
@@ -100,9 +150,42 @@ def make_job(
     given = {"moonep-module": module, "api": api, "policy": policy}
     options = " ".join(f"--{name} {value}" for name, value in given.items() if value)
     options += " --relaxed" * relaxed + " --destructive" * destructive
-    job = Job(module, None, None, relaxed, destructive, parsed, deadline, options)
+    job = Job(module, None, None, relaxed=relaxed, destructive=destructive, faults=parsed, deadline=deadline)
+    job = replace(job, options=options)
     generation, part = probe(module, api, policy, job.environment)
     return replace(job, generation=generation, part=part)
+
+
+def _engine_job(job: Job) -> Job:
+    """Ask an engine what it is: import and initialise it in a pool of two ranks, which the cases then use."""
+    assert job.engine is not None
+    options = {
+        "subject": job.engine,
+        "sglang-path": job.path,
+        "device": job.device if job.device != "cpu" else None,
+        "waivers": "none" if job.waivers == "" else job.waivers,
+    }
+    text = " ".join(f"--{name} {value}" for name, value in options.items() if value)
+    job = replace(job, options=text, generation="A")
+    if job.device == "cuda" and (found := torch.cuda.device_count()) < 2:
+        return replace(job, not_run=f"--device cuda needs a GPU for each of at least 2 ranks; torch sees {found}")
+    try:
+        answer = processes.pool(2, job.environment, job.start_request).started
+    except (OSError, RuntimeError) as error:
+        return replace(job, not_run=f"{job.engine} did not start: {error}")
+    if answer is None or "error" in answer:
+        return replace(job, not_run=answer["error"] if answer else f"{job.engine} did not start")
+    if answer["mismatch"]:
+        raise CaseError(answer["mismatch"])
+    part, engine_part = (Part.from_json(answer[name]) for name in ("moonep", "engine"))
+    return replace(job, part=part, engine_part=engine_part)
+
+
+@lru_cache(maxsize=8)
+def _engine_subject(
+    engine: str, part: Part | None, engine_part: Part | None, not_run: str | None, device: str
+) -> Subject:
+    return engines.engine_subject(engine, part, engine_part, not_run, device)
 
 
 @lru_cache(maxsize=8)
@@ -112,11 +195,37 @@ def _module_subject(module: str, generation: str, part: Part, relaxed: bool, des
 
 def subject_of(job: Job) -> Subject:
     """The subject of a job."""
+    if job.engine is not None:
+        return _engine_subject(job.engine, job.part, job.engine_part, job.not_run, job.device)
     if job.module is None:
         return REFERENCE
     assert job.generation is not None
     assert job.part is not None
     return _module_subject(job.module, job.generation, job.part, job.relaxed, job.destructive)
+
+
+def unmet(job: Job, wanted: Sequence[str]) -> list[str]:
+    """Which demands on what really runs are not met, one sentence each.
+
+    Args:
+        job: what would run.
+        wanted: ``STAGE=PACKAGE``, where STAGE is a stage or one of ``GROUPS``; commas separate several.
+
+    Raises:
+        CaseError: for a demand that is not of this form.
+    """
+    parts, found = subject_of(job).parts, []
+    for demand in (one for text in wanted for one in text.split(",")):
+        stage, equals, package = demand.partition("=")
+        if not (equals and package) or stage not in (*GROUPS, *STAGES):
+            known = ", ".join((*GROUPS, *STAGES))
+            raise CaseError(f"--require {demand}: write STAGE=PACKAGE, where STAGE is one of {known}")
+        for part in dict.fromkeys(parts[name] for name in GROUPS.get(stage, (stage,))):
+            if job.not_run:
+                found.append(f"--require {demand} is not met: {job.not_run}")
+            elif part.origin != "real" or part.package.partition(".")[0] != package:
+                found.append(f"--require {demand} is not met: {part.origin} {describe(part)} would run")
+    return found
 
 
 def open_trace(job: Job, case: Case) -> Trace:
@@ -179,20 +288,25 @@ def _record_in_threads(job: Job, case: Case, trace: Trace) -> None:
 def _record_in_processes(job: Job, case: Case, trace: Trace) -> None:
     request = json.dumps({"job": job.to_json(), "case": str(case)}).encode()
     try:
-        replies = processes.pool(case.R, job.environment).run(request, job.deadline)
+        pool = processes.pool(case.R, job.environment, job.start_request)
+        replies = pool.run(request, job.deadline, job.reset_request)
     except (OSError, RuntimeError) as error:
         trace.errors.append(f"the worker processes could not run this case: {error}")
         return
+    stacks = [reply.stack for reply in replies if reply.stack is not None]
+    deadlock = bool(stacks) and all(map(processes.in_collective, stacks))
     for rank, reply in enumerate(replies):
         if reply.data is not None:
             part = Trace.from_bytes(reply.data[1:], f"the answer of rank {rank}")
             trace.calls[rank], trace.relations = part.calls[0], part.relations or trace.relations
             trace.errors += [f"rank {rank}: {error}" for error in part.errors]
         else:
-            trace.calls[rank] = _calls_of_lost_rank(rank, reply, trace, job.deadline)
+            trace.calls[rank] = _calls_of_lost_rank(rank, reply, trace, job.deadline, deadlock)
 
 
-def _calls_of_lost_rank(rank: int, reply: processes.Reply, trace: Trace, deadline: float) -> list[Call]:
+def _calls_of_lost_rank(
+    rank: int, reply: processes.Reply, trace: Trace, deadline: float, deadlock: bool
+) -> list[Call]:
     """What is known of a rank that sent no data: the calls it entered, and why the last one has no end."""
     calls = [Call(step, op, done=done) for step, op, done in reply.phases]
     stuck = reply.stack is not None and not processes.in_collective(reply.stack)
@@ -202,15 +316,16 @@ def _calls_of_lost_rank(rank: int, reply: processes.Reply, trace: Trace, deadlin
     if last is None:
         trace.errors.append(f"rank {rank} sent nothing back (exit code {reply.ended})")
     elif not stuck:
-        own = reply.ended is not None
-        message = (
-            f"the process ended with exit code {reply.ended}" if own else "stopped while waiting for its peers"
-        )
+        kind, message = "PeerFailed", "stopped while waiting for its peers"
+        if reply.ended is not None:
+            kind, message = "ProcessEnded", f"the process ended with exit code {reply.ended}"
+        elif deadlock:  # nobody failed and nobody is busy, so the peers that it waits for are done
+            kind, message = "Deadlock", f"rank {rank} waits in {last.op} for peers that do not come"
         for call in calls:
             if not call.done:
                 call.done = True
-                kind = "ProcessEnded" if own else "PeerFailed"
-                call.error = {"type": kind, "message": message, "where": "outside Python", "peer": not own}
+                peer = kind == "PeerFailed"
+                call.error = {"type": kind, "message": message, "where": "outside Python", "peer": peer}
     return calls
 
 
@@ -237,7 +352,7 @@ def judge(trace: Trace, checks: Sequence[Check] | None = None) -> Verdict:
         results=results,
         witnesses=counts,
         vacuous=vacuous_reasons(trace.case, steps.values(), counts),
-        measures=_measures(steps.values()),
+        measures=measures(steps.values()),
         errors=trace.errors,
         reproducer=trace.reproducer,
     )
@@ -248,9 +363,16 @@ def run_case(job: Job, case: Case) -> tuple[Trace, Verdict]:
     with _one_torch_thread():
         trace = record(job, case)
         verdict = judge(trace)
+        if job.engine_part and not trace.not_run:
+            verdict = waive(verdict, _waivers(job.waivers), job.engine_part, date.today())
         if job.faults and verdict.ok and record(replace(job, faults=()), case).digest() == trace.digest():
             verdict.override = "not_exercised"
     return trace, verdict
+
+
+@lru_cache(maxsize=4)
+def _waivers(path: str | None) -> list[Waiver]:
+    return [] if path == "" else read_waivers(SHIPPED if path is None else Path(path))
 
 
 @contextmanager
@@ -267,20 +389,16 @@ def _one_torch_thread() -> Iterator[None]:
 def _returns(trace: Trace, step: Step) -> list[Result]:
     """F1: every call of the step returned on every rank; one result per stage."""
     results = []
+    mine = [[call for call in calls if call.step == step.name] for calls in trace.calls]
     for op in step.ops():
-        if op == "layer":
-            continue
         stage = op if op in STAGES else "life"
-        calls = [
-            (rank, call)
-            for rank, calls in enumerate(trace.calls)
-            for call in calls
-            if call.op == op and call.step == step.name
-        ]
+        calls = [(rank, call) for rank, calls in enumerate(mine) for call in calls if call.op == op]
+        if op == "layer":  # it ends with whatever ended inside it; only what it raised by itself is its own
+            calls = [(r, c) for r, c in calls if all(i.done and not i.error for i in mine[r] if i is not c)]
         findings = [finding for rank, call in calls if (finding := _broken(trace, rank, call))]
         hung = any(not call.done or (call.error or {}).get("type") == "Deadlock" for _, call in calls)
         status = "hung" if hung else "failed" if findings else "passed"
-        level = trace.parts[stage].origin
+        level = trace.parts[stage].level
         results.append(Result("F1", stage, step.name, status, level, len(calls), tuple(findings)))
     return results
 
@@ -297,16 +415,3 @@ def _broken(trace: Trace, rank: int, call: Call) -> Finding | None:
         text = f"{call.error['type']}: {call.error['message']} ({call.error['where']})"
         return Finding(what, {"rank": rank}, "return", text)
     return None
-
-
-def _measures(steps: Iterable[Step]) -> dict[str, float]:
-    """Quality of the plans, for information: rows computed away from home, and padding per real row."""
-    moved = padding = rows = 0
-    for step in steps:
-        try:
-            moved += int((step.layout.home(step.topk) != step.rank_of).sum())
-            padding += int(step.cu_seqlens[:, -1].sum()) - step.raw.size
-            rows += step.raw.size
-        except Missing:
-            continue
-    return {"rows_moved": moved / rows, "padding_ratio": padding / rows} if rows else {}

@@ -7,6 +7,7 @@ payloads are torch tensors. A fact that needs a tap which the trace lacks raises
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -40,7 +41,6 @@ class Step:
     def __init__(self, trace: Trace, name: str, siblings: Mapping[str, Step] | None = None) -> None:
         self.trace, self.name, self.siblings = trace, name, {} if siblings is None else siblings
         self.case: Case = trace.case
-        self.layout = Layout.of(trace.case)
         self._taps: dict[tuple[str, str], Tensor] = {}
         self.oracle_plan: Plan | None = None  # filled by the first check that asks
         self._calls: list[Mapping[str, Call]] = [
@@ -54,6 +54,10 @@ class Step:
             kind = Missing if op in self.ops() else Absent
             raise kind(f"rank {rank} made no {op} call in step {self.name!r}")
         return call
+
+    def has_call(self, op: str, rank: int) -> bool:
+        """Whether a rank made a call in this step."""
+        return op in self._calls[rank]
 
     def _load(self, rank: int) -> Call | None:
         layer = self.call("layer", rank).info.get("layer", 0)
@@ -76,6 +80,18 @@ class Step:
         """Whether every rank recorded a tensor."""
         return all(name in calls[op].tensors if op in calls else False for calls in self._calls)
 
+    def one(self, op: str, rank: int, name: str) -> Tensor:
+        """One recorded tensor of one rank, whose shape may differ from those of the others.
+
+        Raises:
+            Missing: if the rank did not record it.
+        """
+        call = self.call(op, rank)
+        if name not in call.tensors:
+            reason = f" ({call.error['type']}: {call.error['message']})" if call.error else ""
+            raise Missing(f"rank {rank} has no {op}.{name} in step {self.name!r}{reason}")
+        return call.tensors[name]
+
     def tap(self, op: str, name: str) -> Tensor:
         """One recorded tensor of all ranks: ``[R, ...]``; shared by all checks, so not to be changed.
 
@@ -84,13 +100,7 @@ class Step:
         """
         if (op, name) in self._taps:
             return self._taps[op, name]
-        tensors = []
-        for rank in range(self.case.R):
-            call = self.call(op, rank)
-            if name not in call.tensors:
-                reason = f" ({call.error['type']}: {call.error['message']})" if call.error else ""
-                raise Missing(f"rank {rank} has no {op}.{name} in step {self.name!r}{reason}")
-            tensors.append(call.tensors[name])
+        tensors = [self.one(op, rank, name) for rank in range(self.case.R)]
         shapes = {tuple(tensor.shape) for tensor in tensors}
         if len(shapes) > 1:
             raise Missing(f"{op}.{name} has different shapes on the ranks: {sorted(shapes)}")
@@ -101,6 +111,11 @@ class Step:
         """An integer tap as numpy int64."""
         return self.tap(op, name).numpy().astype(np.int64)
 
+    @property
+    def rounds(self) -> tuple[str, ...]:
+        """Rounding points of the experts beyond those of the reference, as their part declares them."""
+        return self.trace.parts["experts"].rounds
+
     def relations(self) -> list[tuple[Relation, Step]]:
         """Promises that this step makes, each with its base step."""
         made = [relation for relation in self.trace.relations if relation.step == self.name]
@@ -109,14 +124,37 @@ class Step:
         ]
 
     @cached_property
+    def layout(self) -> Layout:
+        """The geometry that this step was really dispatched with; an engine chooses its own capacity S.
+
+        Raises:
+            Missing: if the ranks dispatched different numbers of tokens.
+        """
+        layout = Layout.of(self.case)
+        given = [calls["dispatch"].tensors.get("hidden") for calls in self._calls if "dispatch" in calls]
+        if not given or any(tensor is None for tensor in given):
+            return layout
+        sizes = {len(tensor) for tensor in given if tensor is not None}
+        if len(sizes) > 1:
+            raise Missing(f"the ranks dispatched different numbers of tokens: {sorted(sizes)}")
+        return replace(layout, S=sizes.pop())
+
+    @cached_property
+    def real(self) -> Bools:
+        """Tokens that the layer was given, on an engine without the padding up to S: bool ``[R, S]``."""
+        counts = [call.info.get("tokens", self.case.S) for call in self.calls("layer")]
+        real: Bools = np.arange(self.case.S) < np.array(counts)[:, None]
+        return real
+
+    @cached_property
     def topk(self) -> Ints:
         """Expert of each route: ``[R, S, K]``."""
-        return self.ints("dispatch", "topk_ids").reshape(self.case.R, self.case.S, self.case.K)
+        return self.ints("dispatch", "topk_ids").reshape(self.case.R, self.layout.S, self.case.K)
 
     @cached_property
     def dst(self) -> Ints:
         """The plan's encoded destinations: ``[R, S, K]``."""
-        return self.ints("dispatch", "dst").reshape(self.case.R, self.case.S, self.case.K)
+        return self.ints("dispatch", "dst").reshape(self.case.R, self.layout.S, self.case.K)
 
     @cached_property
     def raw(self) -> Ints:

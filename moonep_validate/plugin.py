@@ -16,7 +16,7 @@ import pytest
 
 from moonep_validate import __version__
 from moonep_validate.case import Case, CaseError
-from moonep_validate.profiles import PROFILES, for_generations, profile
+from moonep_validate.profiles import PROFILES, default_profile, for_generations, profile
 
 if TYPE_CHECKING:
     from moonep_validate.engine import Job
@@ -32,8 +32,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the suite, all with the prefix ``--moonep``."""
     group = parser.getgroup("moonep-validate", "MoonEP validation")
     add = group.addoption
-    add("--moonep-profile", default="default", help=f"case list: {', '.join(PROFILES)}")
+    add("--moonep-profile", help=f"case list: {', '.join(PROFILES)}; by default engine for engines, else default")
     add("--moonep-case", action="append", default=[], help="a case line in place of the profile; repeatable")
+    add("--moonep-subject", default="reference", help="reference, vllm, sglang, or MODULE:CLASS of an integration")
+    add("--moonep-sglang-path", help="folder with the package sglang; first on the import path of the ranks")
+    add("--moonep-device", choices=("cpu", "cuda"), default="cpu", help="where an engine's tensors live")
+    add("--moonep-waivers", help="file of known defects of an engine; none: no waivers; else those we ship")
+    add("--moonep-require", action="append", default=[], help="STAGE=PACKAGE that must really run, e.g. load=vllm")
     add("--moonep-module", help="importable module with MoonEP's Buffer; else the embedded reference is judged")
     add("--moonep-api", choices=("A", "B"), help="API generation, where the signatures do not tell")
     add(
@@ -52,9 +57,11 @@ def pytest_configure(config: pytest.Config) -> None:
     option = config.getoption
     try:
         cases = [Case.parse(line) for line in option("--moonep-case")]
-        listed = profile(option("--moonep-profile"))
+        listed = profile(option("--moonep-profile") or default_profile(option("--moonep-subject")))
         generations: tuple[str, ...] = ("A", "B")
-        if option("--moonep-fault") or option("--moonep-module"):
+        if option("--moonep-subject") != "reference":
+            generations = ("A",)  # an engine is started by the first test that needs it, not by every xdist worker
+        elif option("--moonep-fault") or option("--moonep-module"):
             generation = _job(config).generation
             generations = (generation,) if generation else generations
         config.stash[_CASES] = cases or for_generations(listed, generations)
@@ -65,7 +72,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     """Version and subject."""
     faults = "".join(f", fault {fault}" for fault in config.getoption("--moonep-fault"))
-    return f"moonep-validate: {__version__}, subject {config.getoption('--moonep-module') or 'reference'}{faults}"
+    subject = config.getoption("--moonep-module") or config.getoption("--moonep-subject")
+    return f"moonep-validate: {__version__}, subject {subject}{faults}"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -78,12 +86,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def moonep_verdict(moonep_case: Case, request: pytest.FixtureRequest) -> Verdict:
     """The verdict of one case, with its evidence level and reproducer as properties of the report."""
-    from moonep_validate.engine import run_case
+    from moonep_validate.engine import run_case, unmet
 
-    _, verdict = run_case(_job(request.config), moonep_case)
+    job = _job(request.config)
+    if missing := unmet(job, request.config.getoption("--moonep-require")):
+        pytest.fail("\n".join(missing), pytrace=False)
+    _, verdict = run_case(job, moonep_case)
     request.node.user_properties += [(_LEVEL, verdict.level), (_COMMAND, verdict.command)]
     if verdict.status == "not_run":
         pytest.skip(verdict.results[0].reason)
+    if verdict.status == "waived":
+        pytest.xfail(next(result.reason for result in verdict.results if result.status == "waived"))
     return verdict
 
 
@@ -116,5 +129,9 @@ def _job(config: pytest.Config) -> Job:
             option("--moonep-destructive"),
             option("--moonep-fault"),
             option("--moonep-deadline"),
+            option("--moonep-subject"),
+            option("--moonep-sglang-path"),
+            option("--moonep-device"),
+            "" if option("--moonep-waivers") == "none" else option("--moonep-waivers"),
         )
     return config.stash[_JOB]

@@ -18,7 +18,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
@@ -41,21 +41,23 @@ class Batch:
         hidden: ``[S, H]`` bf16; padding tokens are zero.
         topk_ids: ``[S, K]`` int32.
         topk_weights: ``[S, K]`` float32; zero for padding tokens.
+        tokens: how many of the S are real; the padding tokens come after them.
     """
 
     hidden: Tensor
     topk_ids: Tensor
     topk_weights: Tensor
+    tokens: int
 
 
-def batch(case: Case, rank: int) -> Batch:
-    """The tokens of one rank."""
-    real = case.token_count(rank)
+def batch(case: Case, rank: int, tokens: int | None = None) -> Batch:
+    """The tokens of one rank; as many as the case says, unless ``tokens`` says otherwise."""
+    real = case.token_count(rank) if tokens is None else tokens
     hidden = _HIDDEN[case.fill.name](case, rank)
     weights = _ROUTE_WEIGHTS[case.fill.name](case, rank)
     hidden[real:] = 0
     weights[real:] = 0
-    return Batch(hidden.to(torch.bfloat16), routing.topk_ids(case, rank), weights)
+    return Batch(hidden.to(torch.bfloat16), routing.topk_ids(case, rank), weights, real)
 
 
 def expert_weights(case: Case, rank: int, layer: int = 0) -> dict[str, Tensor]:
@@ -152,10 +154,27 @@ def _real_route_weights(case: Case, rank: int) -> Tensor:
 
 
 def shifted(case: Case, rank: int) -> Batch:
-    """Other tokens with another routing: each id is the next expert's, hidden columns are rolled by one."""
+    """Other tokens with another routing: each id is the next expert's, hidden columns but the first are rolled."""
     tokens = batch(case, rank)
     ids = ((tokens.topk_ids + 1) % case.E).to(torch.int32)
-    return Batch(tokens.hidden.roll(1, dims=1).contiguous(), ids, tokens.topk_weights)
+    hidden = torch.cat([tokens.hidden[:, :1], tokens.hidden[:, 1:].roll(1, dims=1)], dim=1)  # see ``ints``
+    return Batch(hidden, ids, tokens.topk_weights, tokens.tokens)
+
+
+def odd_ids(case: Case, rank: int) -> Batch:
+    """The case's tokens with invalid routes (-1, as engines mark skipped ones) and repeated experts among them.
+
+    Of each four tokens, one has an invalid first route, one an invalid last route, one only invalid routes, and
+    one takes its first expert for every route.
+    """
+    tokens = batch(case, rank)
+    kind = (torch.arange(case.S) + rank) % 4
+    ids = tokens.topk_ids.clone()
+    ids[kind == 0, 0] = -1
+    ids[kind == 1, -1] = -1
+    ids[kind == 2] = -1
+    ids[kind == 3] = ids[kind == 3, :1]
+    return replace(tokens, topk_ids=ids)
 
 
 def random_bits(case: Case, rank: int) -> Batch:
@@ -165,7 +184,7 @@ def random_bits(case: Case, rank: int) -> Batch:
     noise = _token_hash("bits", case, rank, case.H)
     hidden = torch.where(below(noise, 4) == 0, odd[below(noise >> 8, len(odd))], noise.to(torch.int16))
     weights = _token_hash("weight bits", case, rank, case.K).to(torch.int32)
-    return Batch(hidden.view(torch.bfloat16), tokens.topk_ids, weights.view(torch.float32))
+    return Batch(hidden.view(torch.bfloat16), tokens.topk_ids, weights.view(torch.float32), tokens.tokens)
 
 
 def injected_rows(case: Case, rank: int, num_rows: int) -> Tensor:

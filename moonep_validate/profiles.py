@@ -72,6 +72,44 @@ genA+R4+E16+K4+S17+slots1+pad8+fill:real+chain+@remote_read
 genA+R4+E16+K4+S17+slots2+overflow+variants+@remote_read
 """
 
+# For the MoE layers of engines; vLLM fixes a padding of 128 and 4 slots, and both want two ranks at least.
+_ENGINE = """
+genA+R2+E8+K2+S16+pad128+@duplicate
+genA+R2+E8+K2+S16+pad128+hot:5+@slot_used
+genA+R2+E8+K2+S16+pad128+fill:real+hot:1+@slot_used
+genA+R2+E8+K2+S16+pad128+tokens:0,3+hot:6+@empty_rank
+genA+R2+E8+K2+S16+pad128+tokens:16,0+fill:real+@empty_rank
+genA+R2+E8+K2+S16+pad128+tokens:5,11+fill:real+zipf:1.0
+genA+R2+E8+K2+S16+pad128+repeated+@duplicate
+genA+R2+E8+K2+S16+pad128+all_remote+fill:real+@empty_plan
+genA+R2+E8+K2+S16+pad128+hot_rank:1+@slot_used
+genA+R2+E8+K8+S16+pad128+@triple
+genA+R2+E8+K1+S16+pad128+hot:7+@slot_used
+genA+R2+E16+K4+S16+slots4+pad128+hot_rank:0+@slot_used
+genA+R2+E16+K4+S16+slots4+pad128+fill:real+hot_rank:1+@full_plan
+genA+R2+E32+K4+S32+slots4+pad128+hot_rank:0+@full_plan+@remote_read
+genA+R2+E8+K2+S128+pad128+tokens:1,1+@padding
+genA+R2+E8+K2+S128+pad128+tokens:37,5+fill:real+hot:0+@slot_used
+genA+R2+E8+K2+S128+pad128+tokens:127,128+hot:3+@slot_used
+genA+R2+E8+K3+S256+pad128+tokens:130,200+fill:real+zipf:1.5+@slot_used
+genA+R2+E8+K3+S256+pad128+tokens:129,1+hot:2+@slot_used
+genA+R2+E8+K2+S32+H384+I256+pad128+fill:real+hot:4+@slot_used
+genA+R2+E8+K2+S32+H256+I384+pad128+hot:4+@slot_used
+genA+R2+E8+K2+S16+pad128+hot:5+two_poisons+@slot_used
+genA+R2+E8+K2+S16+pad128+fill:real+hot:2+two_poisons+@slot_used
+genA+R2+E8+K2+S16+pad128+hot:5+marked_slots+@slot_used
+genA+R2+E8+K2+S16+pad128+fill:real+hot:1+marked_slots+@slot_used
+genA+R2+E8+K2+S16+pad128+hot:3+layers+@slots_everywhere
+genA+R2+E8+K2+S16+pad128+fill:real+hot:3+layers+@slots_everywhere
+genA+R2+E8+K2+S256+pad128+hot:5+token_counts+@slot_used
+genA+R2+E8+K2+S256+pad128+fill:real+token_counts
+genA+R2+E8+K3+S16+pad128+hot:5+invalid_ids+@duplicate
+genA+R2+E8+K3+S16+pad128+fill:real+invalid_ids
+genA+R2+E8+K2+S16+pad128+hot:5+abort+@slot_used
+genA+R2+E8+K2+S16+pad128+hot:5+reload+@slot_used
+genA+R2+E8+K2+S16+pad128+answers
+"""
+
 _SMOKE = """
 genB+R4+E8+K2+S9+hot:5+@slot_used
 genB+R4+E16+K4+S17+zipf:2.0+fill:real+@slot_used
@@ -89,6 +127,11 @@ def profile(name: str) -> list[Case]:
     return [Case.parse(line) for line in PROFILES[name].split()]
 
 
+def default_profile(subject: str) -> str:
+    """Which profile a subject gets where none is named."""
+    return "default" if subject == "reference" else "engine"
+
+
 def for_generations(cases: Sequence[Case], generations: Sequence[str]) -> list[Case]:
     """The cases in every generation of a subject that they make sense in; only A has a slot count.
 
@@ -103,4 +146,4 @@ def for_generations(cases: Sequence[Case], generations: Sequence[str]) -> list[C
     return sorted(several, key=lambda case: (case.R, case.E, case.S, str(case)))
 
 
-PROFILES = {"default": _DEFAULT, "smoke": _SMOKE}
+PROFILES = {"default": _DEFAULT, "engine": _ENGINE, "smoke": _SMOKE}

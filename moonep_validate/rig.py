@@ -50,7 +50,7 @@ class Session(Protocol):
 
     buffer: Any
 
-    def forward(self, step: str, batch: Batch, layer: int = 0, mark: bool = False, **flags: bool) -> Tensor:
+    def forward(self, step: str, batch: Batch, layer: int = 0, mark: bool = False, **flags: Any) -> Tensor:
         """Run dispatch, prefetch, experts and combine as one recorded step; returns ``[S, H]``."""
 
     def close(self) -> None:
@@ -84,9 +84,9 @@ class Rig:
         with self.recorder.call("close", "close"):
             session.close()
 
-    def batch(self) -> Batch:
-        """This rank's tokens."""
-        return batch(self.case, self.comm.rank)
+    def batch(self, tokens: int | None = None) -> Batch:
+        """This rank's tokens; as many as the case says, unless ``tokens`` says otherwise."""
+        return batch(self.case, self.comm.rank, tokens)
 
     def poison(self, tensor: Tensor) -> None:
         """Fill undefined memory; bytes get a byte pattern, since they have no NaN."""

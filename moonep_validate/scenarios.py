@@ -11,10 +11,19 @@ from typing import Any
 
 import torch
 
-from moonep_validate.problem import PROJECTIONS, gradients, injected_rows, packed_weights, random_bits, shifted
+from moonep_validate.problem import (
+    PROJECTIONS,
+    gradients,
+    injected_rows,
+    odd_ids,
+    packed_weights,
+    random_bits,
+    shifted,
+)
 from moonep_validate.rig import Dispatched, Rig
 
 _ROWS = ("dispatch.rows", "dispatch.row_weights", "dispatch.dst", "dispatch.cu_seqlens")
+_LAYER = ("dispatch.rows", "prefetch.slot_gate", "combine.hidden", "layer.out")
 _WHOLE = (*_ROWS, "prefetch.slot_gate", "combine.hidden", "combine.topk_weights", "layer.out")
 
 
@@ -191,6 +200,60 @@ def destructive(rig: Rig) -> None:
             session.refuses("destructive", what, call)
 
 
+def layers(rig: Rig) -> None:
+    """Two layers of an engine in turn, with other tokens in between: they share slots and Buffers, not weights."""
+    batch = rig.batch()
+    with rig.open() as session:
+        session.forward("base", batch)
+        session.forward("other_layer", shifted(rig.case, rig.comm.rank), layer=1)
+        session.forward("back", batch)
+        rig.promise("V8", "back", "base", *_LAYER)
+        session.forward("other_tokens", batch, layer=1)
+
+
+def token_counts(rig: Rig) -> None:
+    """Steps with other token counts on each rank, among them none, one, and one beside a power of two."""
+    S, ranks = rig.case.S, rig.case.R
+    counts = [count for count in (0, 1, S // 2 - 1, S // 2, S // 2 + 1, S - 1, S) if count >= 0]
+    with rig.open() as session:
+        for first, count in enumerate(counts):
+            mine = counts[(first + 2 * rig.comm.rank) % len(counts)] if ranks > 1 else count
+            session.forward(f"counts_{first}", rig.batch(mine))
+
+
+def invalid_ids(rig: Rig) -> None:
+    """Invalid and repeated expert ids, as engines hand them on for skipped routes."""
+    with rig.open() as session:
+        session.forward("base", odd_ids(rig.case, rig.comm.rank))
+
+
+def abort(rig: Rig) -> None:
+    """An exception between prepare and finalize on every rank; the step after it must be healthy."""
+    with rig.open() as session:
+        session.forward("base", rig.batch())
+        session.abort("broken", shifted(rig.case, rig.comm.rank))
+        session.forward("after", rig.batch())
+        rig.promise("I11", "after", "base", *_LAYER)
+
+
+def reload(rig: Rig) -> None:
+    """Other weights are loaded into a living layer; the engine follows, or refuses and keeps what it had."""
+    with rig.open() as session:
+        session.forward("base", rig.batch())
+        if session.reload(1):
+            session.forward("reloaded", rig.batch(), weights=1)
+        else:
+            session.forward("kept", rig.batch())
+            rig.promise("I11", "kept", "base", *_LAYER)
+
+
+def answers(rig: Rig) -> None:
+    """Configurations and inputs that an engine must refuse, and some that it must not."""
+    with rig.open() as session:
+        session.probe()
+        session.forward("after", rig.batch())
+
+
 SCENARIOS: dict[str, Callable[[Rig], None]] = {
     function.__name__: function
     for function in (
@@ -205,5 +268,15 @@ SCENARIOS: dict[str, Callable[[Rig], None]] = {
         life,
         refusals,
         destructive,
+        layers,
+        token_counts,
+        invalid_ids,
+        abort,
+        reload,
+        answers,
     )
 }
+
+#: Scenarios that call a Buffer stage by stage, and scenarios that need an engine around it.
+NEEDS_BUFFER = ("variants", "combine_only", "dispatch_only", "packed", "grads", "life", "refusals", "destructive")
+NEEDS_ENGINE = ("invalid_ids", "abort", "reload", "answers")

@@ -43,6 +43,7 @@ class Part:
         package, version, revision, dirty, editable, url, file: what was imported, see provenance.py.
         policy: ``upstream`` where the part promises upstream's exact plan and rounding, else ``legal``.
         seams: where code was replaced; each lowers the level.
+        rounds: rounding points beyond those of the reference experts (oracle/dense.py).
     """
 
     origin: str
@@ -55,11 +56,17 @@ class Part:
     file: str = ""
     policy: str = "legal"
     seams: tuple[str, ...] = ()
+    rounds: tuple[str, ...] = ()
+
+    @property
+    def level(self) -> str:
+        """What a result of this part counts as; real code in which something was replaced is ``patched``."""
+        return "patched" if self.origin == "real" and self.seams else self.origin
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Part:
         """Read ``asdict`` after a trip through JSON."""
-        return cls(**{**data, "seams": tuple(data["seams"])})
+        return cls(**{**data, "seams": tuple(data["seams"]), "rounds": tuple(data["rounds"])})
 
 
 @dataclass(frozen=True)
@@ -83,8 +90,8 @@ class Call:
 
     Attributes:
         step: name of the scenario's step.
-        op: ``open``, ``load``, ``poison_slots``, ``dispatch``, ``prefetch``, ``experts``, ``combine``, ``layer``,
-            ``reduce``, ``refusal`` or ``close``.
+        op: ``open``, ``construct``, ``load``, ``poison_slots``, ``dispatch``, ``prefetch``, ``experts``,
+            ``combine``, ``layer``, ``reduce``, ``refusal``, ``close`` or ``buffers``.
         tensors: copies of inputs and outputs, on the CPU.
         info: JSON data.
         error: ``{"type", "message", "where", "peer"}`` if the call raised; ``peer`` says that it only stopped
@@ -121,7 +128,7 @@ class Call:
         """Note which tensors no longer hold the bits that ``put`` kept under their names."""
         changed = self.info.setdefault("changed", [])
         for name, tensor in tensors.items():
-            if tensor is not None and name in self.tensors and not same_bits(self.tensors[name], tensor):
+            if tensor is not None and name in self.tensors and not same_bits(self.tensors[name], tensor.cpu()):
                 changed.append(name)
 
 

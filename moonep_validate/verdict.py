@@ -1,7 +1,8 @@
 """What is the answer? Statuses, findings, results and the verdict of one case.
 
-The verdict is the worst gating status. ``not_applicable`` and ``not_run`` are neutral; ``vacuous`` means that
-nothing was examined, or that an event which the case exists for did not occur.
+The verdict is the worst gating status. ``not_applicable`` and ``not_run`` are neutral; ``waived`` is a known
+failure (waivers.py), and no pass; ``vacuous`` means that nothing was examined, or that an event which the case
+exists for did not occur.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ from typing import Any
 from moonep_validate.case import Case
 from moonep_validate.trace import Part
 
-STAGES = ("life", "plan", "dispatch", "prefetch", "experts", "combine", "layer", "reduce")
+STAGES = ("life", "load", "prepare", "plan", "dispatch", "prefetch", "experts", "combine", "layer", "reduce")
+
+#: What a result can count as, from weakest to strongest (docs/architecture.md, Statuses and levels).
+LEVELS = ("stand-in", "reference", "patched", "real")
+
+_SHOWN = 8
 
 #: The check id of a result that says why nothing ran.
 NO_CHECK = "-"
@@ -23,6 +29,7 @@ EXIT_CODES = {
     "not_applicable": 0,
     "not_run": 0,
     "passed": 0,
+    "waived": 0,
     "vacuous": 10,
     "not_exercised": 11,
     "unknown": 12,
@@ -66,7 +73,7 @@ class Result:
     """One check on one step.
 
     Attributes:
-        level: origin of the part that owns the stage: ``real``, ``reference`` or ``stand-in``.
+        level: of the part that owns the stage, one of ``LEVELS``.
         gates: whether it counts for the verdict; otherwise it is information.
         reason: why it did not run, or what the checker stumbled over.
     """
@@ -117,14 +124,14 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """Whether the case passed; ``vacuous``, ``unknown`` and ``not_run`` have not."""
-        return self.status == "passed"
+        """Whether nothing new is wrong; ``vacuous``, ``unknown`` and ``not_run`` are no pass."""
+        return self.status in ("passed", "waived")
 
     @property
     def level(self) -> str:
-        """The weakest origin among the parts."""
-        origins = {part.origin for part in self.parts.values()}
-        return next((origin for origin in ("stand-in", "reference", "real") if origin in origins), "none")
+        """The weakest level among the parts."""
+        levels = {part.level for part in self.parts.values()}
+        return next((level for level in LEVELS if level in levels), "none")
 
     @property
     def first(self) -> Result | None:
@@ -149,9 +156,20 @@ class Verdict:
             )
             lines += [f"  {finding}" for finding in first.findings[:4]]
             lines += [f"  {first.reason}"] if first.reason else []
+            lines += self._elsewhere(first)
         lines += [f"  vacuous: {reason}" for reason in self.vacuous]
         lines += [f"  error of the suite: {error}" for error in self.errors]
         return "\n".join([*lines, f"  reproduce: {self.command}"])
+
+    def _elsewhere(self, first: Result) -> list[str]:
+        """One line for each other step that went wrong by itself: what follows in a broken step says little."""
+        seen, lines = {first.step}, []
+        for result in self.results:
+            if result.gates and result.status in ("failed", "hung", "unknown") and result.step not in seen:
+                seen.add(result.step)
+                what = str(result.findings[0]) if result.findings else result.reason
+                lines.append(f"  also {result.check}: {what}")
+        return lines[:_SHOWN] + [f"  and {len(lines) - _SHOWN} more steps"] * (len(lines) > _SHOWN)
 
     def to_json(self) -> dict[str, Any]:
         """The verdict as JSON data."""

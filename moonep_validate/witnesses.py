@@ -7,6 +7,7 @@ the same payload: a row of the wrong rank would then look right.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 
 import numpy as np
 
@@ -22,7 +23,7 @@ def count_witnesses(case: Case, steps: Iterable[Step]) -> dict[str, int]:
 
     Sensitivity witnesses recompute an oracle, so they are counted only where the case claims them.
     """
-    counts = dict.fromkeys(WITNESSES, 0)
+    counts, steps = dict.fromkeys(WITNESSES, 0), list(steps)
     for step in steps:
         for witness, count in WITNESSES.items():
             if witness in _SENSITIVITY and witness not in case.witnesses:
@@ -31,6 +32,7 @@ def count_witnesses(case: Case, steps: Iterable[Step]) -> dict[str, int]:
                 counts[witness] += int(count(step))
             except Missing:
                 continue
+    counts["slots_everywhere"] = _slots_on_every_rank(case, steps)
     return counts
 
 
@@ -39,8 +41,20 @@ def vacuous_reasons(case: Case, steps: Iterable[Step], counts: Mapping[str, int]
     absent = [name for name in case.witnesses if not counts[name]]
     reasons = [f"the case claims @{name}, but that event did not occur" for name in absent]
     for step in steps:
-        reasons += _equal_payloads(case, step)
+        reasons += _equal_payloads(case, step) + _not_dispatched(case, step)
     return reasons
+
+
+def _not_dispatched(case: Case, step: Step) -> list[str]:
+    """Ranks whose layer ran through without a dispatch: whatever computed the result, MoonEP was not used."""
+    silent = []
+    for rank in range(case.R):
+        try:
+            whole = step.call("layer", rank).error is None
+            silent += [rank] if whole and not step.has_call("dispatch", rank) else []
+        except Missing:
+            continue
+    return [f"rank {rank} made no dispatch in step {step.name!r}: MoonEP was not used" for rank in silent]
 
 
 def _equal_payloads(case: Case, step: Step) -> list[str]:
@@ -48,8 +62,10 @@ def _equal_payloads(case: Case, step: Step) -> list[str]:
     seen: dict[bytes, int] = {}
     reasons = []
     for rank in range(case.R):
-        count = case.token_count(rank)
         try:
+            count = case.token_count(rank)
+            if step.has_call("layer", rank):
+                count = step.call("layer", rank).info.get("tokens", count)
             hidden = step.call("dispatch", rank).tensors["hidden"][:count]
         except LookupError:
             continue
@@ -70,6 +86,15 @@ def _slots_used(s: Step) -> Ints:
     lengths = np.diff(s.cu_seqlens, axis=1, prepend=0)[:, s.layout.num_home_groups :]
     used: Ints = ((slots >= 0) & (lengths > 0)).sum(axis=1)
     return used
+
+
+def _slots_on_every_rank(case: Case, steps: Iterable[Step]) -> int:
+    """Whether every rank used a slot in some step."""
+    used = np.zeros(case.R, np.int64)
+    for step in steps:
+        with suppress(Missing):
+            used += _slots_used(step)
+    return int((used > 0).all())
 
 
 def _donor_receivers(s: Step) -> int:
@@ -119,4 +144,5 @@ WITNESSES: dict[str, Callable[[Step], int]] = {
     "order_visible": lambda s: _visible(s, reverse=True),
     "rounding_visible": lambda s: _visible(s, rounding=False),
     "donor_receiver": _donor_receivers,
+    "slots_everywhere": lambda s: 0,  # counted over all steps, see count_witnesses
 }

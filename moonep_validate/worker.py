@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from moonep_validate.case import Case
 from moonep_validate.engine import Job, open_trace, rank_main
+from moonep_validate.subjects import engines
 from moonep_validate.trace import Recorder, described
 from moonep_validate.worlds.dist import DistComm
 
@@ -34,8 +35,10 @@ def main() -> None:
         torch.set_num_threads(1)
         connection = Client(address, family="AF_UNIX")
         connection.send_bytes(str(rank).encode())
+        if os.environ.get(engines.DEVICE) == "cuda":
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo",
+            "cpu:gloo,cuda:nccl" if os.environ.get(engines.DEVICE) == "cuda" else "gloo",
             init_method=f"file://{folder}/rendezvous",
             rank=rank,
             world_size=size,
@@ -51,6 +54,15 @@ def main() -> None:
 
 def _serve(connection: Connection, request: bytes) -> None:
     message = json.loads(request)
+    if "start" in message:
+        answer = engines.start(message["start"], dist.get_rank(), dist.get_world_size(), message["device"])
+        connection.send_bytes(b"R" + (b"E" if "error" in answer else b"F") + json.dumps(answer).encode())
+        return
+    if "reset" in message:
+        engines.reset(message["reset"])
+        dist.barrier()
+        connection.send_bytes(b"RF")
+        return
     job, case = Job.from_json(message["job"]), Case.parse(message["case"])
     trace = open_trace(job, case)
 

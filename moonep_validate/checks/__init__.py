@@ -21,7 +21,7 @@ from moonep_validate.trace import Trace, bits, same_bits
 from moonep_validate.verdict import STAGES, Finding, Result
 
 KINDS = ("law", "drop_in")
-_MODULES = ("life", "plan", "dispatch", "prefetch", "experts", "combine", "layer", "reduce")
+_MODULES = ("life", "adapter", "plan", "dispatch", "prefetch", "experts", "combine", "layer", "reduce")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def run_check(check: Check, step: Step, trace: Trace) -> Result:
         "check": check.id,
         "stage": check.stage,
         "step": step.name,
-        "level": part.origin,
+        "level": part.level,
         "gates": gates,
     }
     try:

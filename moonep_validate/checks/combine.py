@@ -23,6 +23,8 @@ def combine_sum(s: Step) -> Iterator[Compared]:
 @check("C2", "combine")
 def combine_weights(s: Step) -> Iterator[Compared]:
     """Each route weight comes back to its token and k"""
+    if not s.has("combine", "row_weights"):
+        raise Absent("combine was not asked to bring route weights back")
     given, got = s.tap("combine", "row_weights"), s.tap("combine", "topk_weights")
     want = given[torch.from_numpy(s.rank_of), torch.from_numpy(s.row_of)]
     yield differ_bits("gathered route weight", want, got, axes("rank", "token", "k"))

@@ -29,7 +29,7 @@ def _rank_rows(s: Step, rank: int) -> Compared:
     index = torch.from_numpy(rows)
     group = torch.from_numpy(s.row_group[rank, rows])
     weights = [taps[f"weight_{name}"] for name in PROJECTIONS]
-    want, variance = grouped_rows(taps["rows"][index], group, weights, taps["row_weights"][index], exact)
+    want, variance = grouped_rows(taps["rows"][index], group, weights, taps["row_weights"][index], exact, s.rounds)
     got = taps["out"][index].double()
 
     def place(i: tuple[int, ...]) -> dict[str, int]:

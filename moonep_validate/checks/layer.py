@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from moonep_validate.checks import Compared, axes, check, differ
-from moonep_validate.facts import Missing, Step
+from moonep_validate.checks import Compared, Place, check, differ, differ_bits
+from moonep_validate.contract import Ints
+from moonep_validate.facts import Absent, Missing, Step
 from moonep_validate.oracle.bounds import within
 from moonep_validate.oracle.dense import dense_layer
 from moonep_validate.problem import PROJECTIONS
@@ -16,21 +19,43 @@ from moonep_validate.problem import PROJECTIONS
 @check("M1", "layer")
 def dense_reference(s: Step) -> Iterator[Compared]:
     """The output equals the dense float64 reference"""
-    hidden, topk_ids, topk_weights, got = (
-        s.tap("layer", n) for n in ("hidden", "topk_ids", "topk_weights", "out")
+    rank, token = np.nonzero(s.real)
+    index = torch.from_numpy(rank), torch.from_numpy(token)
+    hidden, ids, route_weights, got = (
+        s.tap("layer", name)[index] for name in ("hidden", "topk_ids", "topk_weights", "out")
     )
-    weights = [s.tap("load", f"local_{name}").flatten(0, 1) for name in PROJECTIONS]
+    if not len(rank):
+        raise Absent("no rank has a token in this step")
+    route_weights = torch.where(ids < 0, 0, route_weights)  # an invalid route counts for nothing (I2)
     if s.info("layer", "marked", False):  # the slots' down projection changed its sign: so does what they compute
-        topk_weights = torch.where(torch.from_numpy(s.in_slot), -topk_weights, topk_weights)
+        route_weights = torch.where(torch.from_numpy(s.in_slot[rank, token]), -route_weights, route_weights)
+    weights = [s.tap("load", f"local_{name}").flatten(0, 1) for name in PROJECTIONS]
     exact = s.case.fill.name == "ints"
-    want, variance = dense_layer(hidden, topk_ids, topk_weights, weights, _rank_of(s), exact)
+    place = _rank_of(s, rank, token)
+    want, variance = dense_layer(hidden, ids.clamp(min=0), route_weights, weights, place, exact, s.rounds)
     bad = None if exact else ~within(want, got.double(), variance)
-    yield differ("layer output", want, got.double(), axes("rank", "token", "column"), bad=bad)
+    yield differ("layer output", want, got.double(), _place(rank, token), bad=bad)
 
 
-def _rank_of(s: Step) -> torch.Tensor | None:
+@check("I16", "layer")
+def real_rows(s: Step) -> Iterator[Compared]:
+    """The output is the first rows of what combine returned"""
+    rank, token = np.nonzero(s.real)
+    index = torch.from_numpy(rank), torch.from_numpy(token)
+    combined = s.tap("combine", "hidden")
+    if not len(rank):
+        raise Absent("no rank has a token in this step")
+    yield differ_bits("layer output", combined[index], s.tap("layer", "out")[index], _place(rank, token))
+
+
+def _place(rank: Ints, token: Ints) -> Place:
+    """Index of a real token and column -> where it is."""
+    return lambda i: {"rank": int(rank[i[0]]), "token": int(token[i[0]]), "column": i[1]}
+
+
+def _rank_of(s: Step, rank: Ints, token: Ints) -> Tensor | None:
     """Where each route was computed, if known: partial sums are rounded once per destination rank."""
     try:
-        return torch.from_numpy(s.rank_of)
-    except Missing:
+        return torch.from_numpy(s.rank_of[rank, token])
+    except (Missing, IndexError):
         return None

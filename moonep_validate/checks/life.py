@@ -9,10 +9,21 @@ import numpy as np
 from moonep_validate.checks import Compared, axes, check, differ
 from moonep_validate.facts import Step
 
+#: Exceptions that say nothing about the question: something is missing, or its name is wrong.
+_ACCIDENTS = ("AttributeError", "ImportError", "ModuleNotFoundError", "NameError")
+
 
 @check("Z1", "life")
 def refused(s: Step) -> Iterator[Compared]:
-    """Bad input and use after destroy raise an exception"""
-    what = s.info("refusal", "what")
-    got = np.array([call.info.get("raised", "nothing raised") for call in s.calls("refusal")])
-    yield differ(f"answer to {what}, an exception", "an exception", got, axes("rank"), bad=got == "nothing raised")
+    """Bad input and use after destroy raise an exception; what is supported does not"""
+    what, wanted = s.info("refusal", "what"), s.info("refusal", "wanted", "refused")
+    answers = [
+        f"{call.info['raised']}: {call.info.get('message', '')}" if "raised" in call.info else "nothing raised"
+        for call in s.calls("refusal")
+    ]
+    got = np.array(answers)
+    raised = np.array([call.info.get("raised", "") for call in s.calls("refusal")])
+    refused = (raised != "") & ~np.isin(raised, _ACCIDENTS)
+    bad = ~refused if wanted == "refused" else raised != ""
+    expected = "an exception" if wanted == "refused" else "nothing raised"
+    yield differ(f"answer to {what}", expected, got, axes("rank"), bad=bad)

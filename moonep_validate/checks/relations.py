@@ -12,6 +12,7 @@ from moonep_validate.verdict import STAGES, Result
 
 PROMISES = {
     "I10": "Undefined memory never influences a result",
+    "I11": "A step after an exception in the layer is healthy",
     "V1": "A repeat gives the same bits",
     "V2": "A replay of a plan sends the same rows",
     "V3": "Zero-copy equals copy",
@@ -36,7 +37,7 @@ def relation_results(step: Step, trace: Trace) -> list[Result]:
 
 
 def _judge(step: Step, base: Step, relation: Relation, stage: str, taps: list[str], trace: Trace) -> Result:
-    level = trace.parts[stage].origin
+    level = trace.parts[stage].level
     compared, reason = [], ""
     try:
         for tap in taps:

@@ -14,8 +14,14 @@ from torch import Tensor
 
 from moonep_validate.oracle.bounds import accumulation_variance, rounding_variance
 
+#: Rounding points that an experts part may declare beyond those of the reference experts: the SiLU by itself is
+#: rounded, the route weight is rounded, and the weight is applied before the down projection.
+ROUNDS = ("silu", "route_weight", "weighted_activation")
 
-def expert_rows(x: Tensor, weights: Sequence[Tensor], route_weights: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
+
+def expert_rows(
+    x: Tensor, weights: Sequence[Tensor], route_weights: Tensor, exact: bool, rounds: Sequence[str] = ()
+) -> tuple[Tensor, Tensor]:
     """One expert on some rows.
 
     Args:
@@ -23,6 +29,7 @@ def expert_rows(x: Tensor, weights: Sequence[Tensor], route_weights: Tensor, exa
         weights: gate and up ``[I, H]``, down ``[H, I]``.
         route_weights: ``[n]``.
         exact: the data leaves nothing to round, so the variance is zero and is not computed.
+        rounds: further rounding points, of ``ROUNDS``.
 
     Returns:
         Output and error variance, both float64 ``[n, H]``.
@@ -43,13 +50,26 @@ def expert_rows(x: Tensor, weights: Sequence[Tensor], route_weights: Tensor, exa
     variance_g = rounding_variance(g) + accumulation_variance(x**2 @ (gate**2).T, x.shape[1])
     variance_u = rounding_variance(u) + accumulation_variance(x**2 @ (up**2).T, x.shape[1])
     variance = (slope * u) ** 2 * variance_g + silu**2 * variance_u + rounding_variance(activation)
+    if "silu" in rounds:
+        variance += u**2 * rounding_variance(silu)
+    if "weighted_activation" in rounds:
+        variance += rounding_variance(activation)  # of the weighted one, whose relative error is of the same size
     variance = variance @ (down**2).T + accumulation_variance(activation**2 @ (down**2).T, down.shape[1])
-    variance = (variance + rounding_variance(y)) * scale**2 + rounding_variance(scale * y)
+    if "weighted_activation" not in rounds:
+        variance += rounding_variance(y)
+    variance = variance * scale**2 + rounding_variance(scale * y)
+    if "route_weight" in rounds:
+        variance += y**2 * rounding_variance(scale)
     return scale * y, variance
 
 
 def grouped_rows(
-    x: Tensor, group: Tensor, weights: Sequence[Tensor], route_weights: Tensor, exact: bool
+    x: Tensor,
+    group: Tensor,
+    weights: Sequence[Tensor],
+    route_weights: Tensor,
+    exact: bool,
+    rounds: Sequence[str] = (),
 ) -> tuple[Tensor, Tensor]:
     """Rows that belong to different groups.
 
@@ -58,7 +78,7 @@ def grouped_rows(
         group: ``[n]``, index of each row's group.
         weights: gate and up ``[groups, I, H]``, down ``[groups, H, I]``.
         route_weights: ``[n]``.
-        exact: see ``expert_rows``.
+        exact, rounds: see ``expert_rows``.
 
     Returns:
         Output and error variance, both float64 ``[n, H]``.
@@ -70,7 +90,8 @@ def grouped_rows(
     for index, count in enumerate(counts):
         if count:
             rows = order[begin : begin + count]
-            result = expert_rows(x[rows], [weight[index] for weight in weights], route_weights[rows], exact)
+            mine = [weight[index] for weight in weights]
+            result = expert_rows(x[rows], mine, route_weights[rows], exact, rounds)
             out[rows], begin = result[0], begin + count
             if not exact:
                 variance[rows] = result[1]
@@ -84,23 +105,24 @@ def dense_layer(
     weights: Sequence[Tensor],
     rank_of: Tensor | None,
     exact: bool,
+    rounds: Sequence[str] = (),
 ) -> tuple[Tensor, Tensor]:
-    """All tokens of all ranks.
+    """Tokens of any ranks.
 
     Args:
-        hidden: ``[R, S, H]``.
-        topk_ids: ``[R, S, K]``.
-        topk_weights: ``[R, S, K]``.
+        hidden: ``[..., H]``.
+        topk_ids: ``[..., K]``.
+        topk_weights: ``[..., K]``.
         weights: gate and up ``[E, I, H]``, down ``[E, H, I]``.
-        rank_of: ``[R, S, K]``, where each route is computed; None counts each route as a rank of its own.
-        exact: see ``expert_rows``.
+        rank_of: ``[..., K]``, where each route is computed; None counts each route as a rank of its own.
+        exact, rounds: see ``expert_rows``.
 
     Returns:
-        Output and error variance, both float64 ``[R, S, H]``.
+        Output and error variance, both float64 ``[..., H]``.
     """
     top_k, width = topk_ids.shape[-1], hidden.shape[-1]
-    x = hidden.flatten(0, 1).repeat_interleave(top_k, dim=0)
-    rows, variance = grouped_rows(x, topk_ids.flatten(), weights, topk_weights.flatten(), exact)
+    x = hidden.reshape(-1, width).repeat_interleave(top_k, dim=0)
+    rows, variance = grouped_rows(x, topk_ids.flatten(), weights, topk_weights.flatten(), exact, rounds)
     rows, variance = rows.view(-1, top_k, width), variance.view(-1, top_k, width)
     total = rows.sum(dim=1)
     if exact:
@@ -118,7 +140,7 @@ def _partial_sum_variance(rows: Tensor, rank_of: Tensor | None) -> Tensor:
 
     Args:
         rows: ``[tokens, K, H]``.
-        rank_of: ``[R, S, K]`` or None.
+        rank_of: ``[..., K]`` or None.
     """
     tokens, top_k, _ = rows.shape
     place = torch.arange(top_k).expand(tokens, -1) if rank_of is None else rank_of.reshape(-1, top_k)

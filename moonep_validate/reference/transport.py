@@ -312,6 +312,8 @@ class Transport:
         layout = self.layout
         mine = topk.flatten().bincount(minlength=layout.E)
         counts = torch.stack(self.group.exchange("counts", mine))
+        if len(set(counts.sum(1).tolist())) > 1:
+            raise AssertionError(f"ranks dispatch different numbers of routes: {counts.sum(1).tolist()}")
         local = plan_rank(topk, counts, self.rank, layout)
         groups, rows, dup_counts = self._duplicates(local.raw)
         plan = MoonEPCommPlan(

@@ -40,17 +40,20 @@ def progress_bar(console: Console) -> Progress:
 
 
 def show_evidence(console: Console, trace: Trace) -> None:
-    """One line per distinct part: what really runs."""
+    """One line per distinct part: what really runs; nothing where nothing does."""
+    if trace.not_run:
+        return
     stages: dict[Part, list[str]] = {}
     for stage, part in trace.parts.items():
         stages.setdefault(part, []).append(stage)
     for part, names in stages.items():
-        seams = f", replaced: {', '.join(part.seams)}" if part.seams else ""
         console.print(
-            f"evidence: [bold]{part.origin}[/bold] {escape(describe(part))}{seams} for {', '.join(names)}",
+            f"evidence: [bold]{part.origin}[/bold] {escape(describe(part))} for {', '.join(names)}",
             highlight=False,
             soft_wrap=True,
         )
+        for seam in part.seams:
+            console.print(f"  replaced: {escape(seam)}", highlight=False, soft_wrap=True)
 
 
 def show_problem(console: Console, verdict: Verdict) -> None:
@@ -61,8 +64,8 @@ def show_problem(console: Console, verdict: Verdict) -> None:
 
 
 def show_table(console: Console, summary: Summary) -> None:
-    """Results by stage and check, and the events that were seen."""
-    if not summary.verdicts:
+    """Results by stage and check, and the events that were seen; nothing where no case ran."""
+    if all(verdict.status == "not_run" for verdict in summary.verdicts):
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("stage", "check", "promise", "status"):
@@ -88,9 +91,13 @@ def show_verdict(console: Console, summary: Summary, trace: Trace | None, second
     """The last lines: what the result proves, what it does not, and the answer."""
     ran = len(summary.verdicts) - summary.counts["not_run"]
     reasons = Counter(v.results[0].reason for v in summary.verdicts if v.status == "not_run")
+    if pads := _pads(summary):
+        console.print(pads, highlight=False, soft_wrap=True)
     for reason, count in reasons.items():
         console.print(f"not run, {count} cases: {reason}", highlight=False, soft_wrap=True)
-    if trace and summary.counts["passed"] and summary.status in ("passed", "not_run"):
+    for reason, count in _waived(summary).items():
+        console.print(f"waived, {count} results: {reason}", highlight=False, soft_wrap=True)
+    if trace and summary.counts["passed"] and summary.status in ("passed", "waived", "not_run"):
         console.print(f"proves: {trace.proves}\nleaves open: {trace.leaves_open}", highlight=False, soft_wrap=True)
     elif summary.verdicts:
         console.print(f"proves nothing as it stands: {summary.status}", highlight=False)
@@ -101,6 +108,26 @@ def show_verdict(console: Console, summary: Summary, trace: Trace | None, second
         f"in {seconds:.1f} s, exit code {summary.exit_code}",
         highlight=False,
     )
+
+
+def _waived(summary: Summary) -> Counter[str]:
+    """Known defects by reason."""
+    return Counter(r.reason for verdict in summary.verdicts for r in verdict.results if r.status == "waived")
+
+
+def _pads(summary: Summary) -> str:
+    """What an engine's padding costs: slots, rows and bytes as dispatched, against pads that stay at home."""
+    total: Counter[str] = Counter()
+    for verdict in summary.verdicts:
+        total.update({name: int(value) for name, value in verdict.measures.items() if "pads_" in name})
+    if not total:
+        return ""
+    costs = [
+        f"{total[f'{kind}_slots']} slots, {total[f'{kind}_rows_moved']:,} rows moved, "
+        f"{total[f'{kind}_prefetch_bytes'] / 2**20:.1f} MiB prefetched"
+        for kind in ("pads", "local_pads")
+    ]
+    return f"plans as dispatched: {costs[0]}; with padding tokens that stay on their rank: {costs[1]}"
 
 
 def show_plan(console: Console, plan: Plan, stats: dict[str, object], title: str) -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from moonep_validate import __version__
 from moonep_validate.case import Case
 from moonep_validate.reference import moonep_a, moonep_b
-from moonep_validate.rig import Rig
+from moonep_validate.rig import Rig, Session
+from moonep_validate.scenarios import NEEDS_ENGINE
 from moonep_validate.subjects.adapter import detect_generation, import_module
 from moonep_validate.subjects.composed import ComposedSession
 from moonep_validate.trace import Part
@@ -32,7 +33,7 @@ class Subject:
     name: str
     world: str
     supports: Callable[[Case], str | None]
-    open: Callable[[Rig], ComposedSession]
+    open: Callable[[Rig], Session]
     parts: Mapping[str, Part]
     generations: tuple[str, ...]
     proves: str
@@ -51,6 +52,12 @@ _EXPERTS = Part("reference", "moonep_validate.reference.experts", __version__, p
 _REFERENCE = Part("reference", "moonep_validate.reference", __version__, policy="upstream")
 
 
+def _needs_engine(case: Case) -> str | None:
+    if case.scenario.name in NEEDS_ENGINE:
+        return f"the scenario {case.scenario} judges an engine around the Buffer; see --subject"
+    return None
+
+
 def _open_reference(rig: Rig) -> ComposedSession:
     buffer = _RelaxedA if rig.case.generation == "A" else _RelaxedB
     return ComposedSession(rig, buffer, rig.comm)
@@ -59,7 +66,7 @@ def _open_reference(rig: Rig) -> ComposedSession:
 REFERENCE = Subject(
     name="reference",
     world="threads",
-    supports=lambda case: None,
+    supports=_needs_engine,
     open=_open_reference,
     parts={**dict.fromkeys(STAGES, _REFERENCE), "experts": _EXPERTS},
     generations=("A", "B"),
@@ -86,7 +93,7 @@ def module_subject(name: str, generation: str, part: Part, relaxed: bool, destru
             return "not portable to hardware (H, I multiples of 128; R even or E/R % 4 == 0); see --relaxed"
         if case.scenario.name == "destructive" and not destructive:
             return "it may trap, hang or end the process; see --destructive"
-        return None
+        return _needs_engine(case)
 
     def open_module(rig: Rig) -> ComposedSession:
         buffer = import_module(name).Buffer

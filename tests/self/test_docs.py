@@ -72,7 +72,7 @@ def test_readme_commands_run(command: str, cli: Callable[..., tuple[int, str, st
 
 def test_readme_names_the_tox_environments() -> None:
     tox = (ROOT / "tox.ini").read_text()
-    for name in re.findall(r"tox -e (\w+)", README):
+    for name in re.findall(r"tox -e ([\w-]+)", README):
         assert f"[testenv:{name}]" in tox
     gate = (ROOT / ".ci" / "run").read_text()
     assert "tox run -e tests" in gate

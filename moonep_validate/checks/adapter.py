@@ -1,0 +1,111 @@
+"""Does an engine hand MoonEP its tokens, ids and weights as the contract asks, and leave nothing behind?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moonep_validate.checks import Compared, axes, check, differ, differ_bits
+from moonep_validate.facts import Absent, Missing, Step
+from moonep_validate.problem import PROJECTIONS
+
+
+def _tensors(s: Step, op: str, rank: int) -> dict[str, Tensor]:
+    """What one rank recorded of a call; of a rank that was lost, only the call itself is known."""
+    if not (tensors := s.call(op, rank).tensors):
+        raise Missing(f"rank {rank} was lost in step {s.name!r}")
+    return tensors
+
+
+def _tokens(s: Step, rank: int) -> int:
+    """Real tokens of a rank, as many as were dispatched at most."""
+    real = int(s.call("layer", rank).info.get("tokens", s.case.S))
+    return min(real, len(_tensors(s, "dispatch", rank)["hidden"]))
+
+
+@check("I8", "load")
+def loaded_bytes(s: Step) -> Iterator[Compared]:
+    """Every rank holds every expert's weights, in expert order, as the checkpoint has them"""
+    for name in PROJECTIONS:
+        want = s.tap("load", f"local_{name}").flatten(0, 1)
+        for rank in range(s.case.R):
+            got = s.one("experts", rank, f"weight_{name}")[: s.case.E]
+            if s.layout.num_home_groups != s.case.E:
+                raise Absent("the experts read their own rank's weights and slots only")
+            place = lambda i: {"rank": rank, "expert": i[0], "weight_row": i[1], "weight_column": i[2]}  # noqa: B023, E731
+            yield differ_bits(f"{name} weight", want, got, place)
+
+
+@check("I1", "prepare")
+def padded_tokens(s: Step) -> Iterator[Compared]:
+    """Each rank dispatches its own tokens first, then rows of zero with zero weight"""
+    for rank in range(s.case.R):
+        given, sent, n = _tensors(s, "layer", rank), _tensors(s, "dispatch", rank), _tokens(s, rank)
+        at = lambda i: {"rank": rank, "token": i[0], "column": i[1]}  # noqa: B023, E731
+        yield differ_bits("dispatched token", given["hidden"][:n], sent["hidden"][:n], at)
+        pads = lambda i: {"rank": rank, "token": n + i[0], "column": i[1]}  # noqa: B023, E731
+        for name in ("hidden", "topk_weights"):
+            got = sent[name][n:]
+            yield differ(f"padding {name}", torch.zeros_like(got), got, pads)
+
+
+@check("I2", "prepare")
+def legal_ids(s: Step) -> Iterator[Compared]:
+    """Expert ids and weights arrive as given; an invalid id becomes a legal one of weight zero"""
+    for rank in range(s.case.R):
+        given, sent, n = _tensors(s, "layer", rank), _tensors(s, "dispatch", rank), _tokens(s, rank)
+        at = lambda i: {"rank": rank, "token": i[0], "k": i[1]}  # noqa: B023, E731
+        ids, got = given["topk_ids"][:n], sent["topk_ids"]
+        valid = (ids >= 0) & (ids < s.case.E)
+        illegal = (got < 0) | (got >= s.case.E)
+        yield differ(f"dispatched expert id, in 0..{s.case.E - 1}", "legal", got, at, bad=illegal)
+        yield differ("dispatched expert id", torch.where(valid, ids, got[:n]), got[:n], at)
+        want = torch.where(valid, s.one("layer", rank, "topk_weights")[:n], 0)
+        yield differ_bits("dispatched route weight", want, s.one("dispatch", rank, "topk_weights")[:n], at)
+
+
+@check("I3", "prepare")
+def counted_ids(s: Step) -> Iterator[Compared]:
+    """tokens_per_expert counts the ids that are dispatched, padding included"""
+    for rank in range(s.case.R):
+        sent = _tensors(s, "dispatch", rank)
+        if "tokens_per_expert" not in sent:
+            raise Absent("no engine counted the tokens of this step")
+        want = sent["topk_ids"].flatten().clamp(min=0).long().bincount(minlength=s.case.E)
+        at = lambda i: {"rank": rank, "expert": i[0]}  # noqa: B023, E731
+        yield differ("tokens_per_expert", want, s.one("dispatch", rank, "tokens_per_expert"), at)
+
+
+@check("I4", "prepare")
+def same_capacity(s: Step) -> Iterator[Compared]:
+    """Every rank dispatches into a Buffer of the same capacity"""
+    got = np.array([len(_tensors(s, "dispatch", rank)["hidden"]) for rank in range(s.case.R)])
+    yield differ("dispatched tokens, against rank 0", np.full(s.case.R, got[0]), got, axes("rank"))
+
+
+@check("I6", "prefetch")
+def prefetch_in_time(s: Step) -> Iterator[Compared]:
+    """Prefetch runs between dispatch and combine, and all three use the same plan"""
+    order = []
+    for rank in range(s.case.R):
+        s.call("layer", rank)  # or this step is no whole pass
+        calls = [call for call in s.trace.calls[rank] if call.step == s.name]
+        ops = [call.op for call in calls if call.op in ("dispatch", "prefetch", "combine")]
+        if "dispatch" not in ops or "combine" not in ops:
+            raise Absent("this step did not get through dispatch and combine")
+        strange = [
+            call.op for call in calls if call.info.get("same_plan") is False and not call.info.get("replay")
+        ]
+        order.append(", ".join(ops) + (f"; {strange[0]} with another plan" if strange else ""))
+    want = np.array(["dispatch, prefetch, combine"] * s.case.R)
+    yield differ("calls in order", want, np.array(order), axes("rank"))
+
+
+@check("I15", "life")
+def nothing_left(s: Step) -> Iterator[Compared]:
+    """Every Buffer that was built has been destroyed when the engine is closed"""
+    got = np.array([call.info["living"] for call in s.calls("buffers")])
+    yield differ("Buffers never destroyed", np.zeros(s.case.R, int), got, axes("rank"))
