@@ -141,8 +141,8 @@ def make_job(
         job = Job(engine=subject, path=path, device=device, faults=parsed, deadline=deadline, waivers=waivers)
         _waivers(waivers)  # a bad file is said before anything starts
         return _engine_job(job)
-    if path or device != "cpu":
-        raise CaseError("--sglang-path and --device go with --subject vllm or --subject sglang")
+    if path or device != "cpu" or waivers:
+        raise CaseError("--sglang-path, --device and --waivers go with --subject vllm or --subject sglang")
     if module is None:
         if api or policy or relaxed or destructive:
             raise CaseError("--api, --policy, --relaxed and --destructive go with --moonep-module")

@@ -34,6 +34,8 @@ SCENARIOS = (
     "base",
     "two_poisons",
     "marked_slots",
+    "layers",
+    "token_counts",
     "variants",
     "combine_only",
     "dispatch_only",

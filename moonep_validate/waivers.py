@@ -19,6 +19,8 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from moonep_validate.case import CaseError
+from moonep_validate.checks import CHECKS
+from moonep_validate.checks.relations import PROMISES
 from moonep_validate.trace import Part
 from moonep_validate.verdict import Result, Verdict
 
@@ -64,9 +66,16 @@ def read_waivers(path: Path) -> list[Waiver]:
         CaseError: if it cannot be read, or an entry lacks something, has something unknown, or makes no sense.
     """
     try:
-        entries = tomllib.loads(path.read_text()).get("waiver", [])
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        data = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
         raise CaseError(f"waivers {path} cannot be read: {error}") from None
+    entries = data.get("waiver", [])
+    if (
+        not set(data) <= {"waiver"}
+        or not isinstance(entries, list)
+        or not all(isinstance(e, dict) for e in entries)
+    ):
+        raise CaseError(f"waivers {path}: tables [[waiver]] are needed, and nothing else")
     return [_waiver(entry, f"waivers {path}, entry {number}") for number, entry in enumerate(entries, start=1)]
 
 
@@ -77,8 +86,14 @@ def _waiver(entry: dict[str, Any], where: str) -> Waiver:
         raise CaseError(f"{where} has {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
     if missing := needed - set(entry):
         raise CaseError(f"{where} lacks {', '.join(sorted(missing))}")
-    if not isinstance(entry["expires"], date):
+    if type(entry["expires"]) is not date:
         raise CaseError(f"{where}: expires is {entry['expires']!r}, a date such as 2027-06-30 is needed")
+    for name in ("subject", "link", "case", "step", "versions"):
+        if not isinstance(entry.get(name, ""), str):
+            raise CaseError(f"{where}: {name} is {entry[name]!r}, a text is needed")
+    checks = entry["checks"]
+    if not isinstance(checks, list) or not all(one in (*CHECKS, *PROMISES, "F1") for one in checks):
+        raise CaseError(f"{where}: checks is {checks!r}, a list of ids of checks is needed, such as ['F1', 'Z1']")
     try:
         versions = SpecifierSet(entry.get("versions", ""))
     except InvalidSpecifier as error:

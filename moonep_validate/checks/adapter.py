@@ -6,24 +6,16 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from moonep_validate.checks import Compared, axes, check, differ, differ_bits
-from moonep_validate.facts import Absent, Missing, Step
+from moonep_validate.facts import Absent, Step
 from moonep_validate.problem import PROJECTIONS
-
-
-def _tensors(s: Step, op: str, rank: int) -> dict[str, Tensor]:
-    """What one rank recorded of a call; of a rank that was lost, only the call itself is known."""
-    if not (tensors := s.call(op, rank).tensors):
-        raise Missing(f"rank {rank} was lost in step {s.name!r}")
-    return tensors
 
 
 def _tokens(s: Step, rank: int) -> int:
     """Real tokens of a rank, as many as were dispatched at most."""
     real = int(s.call("layer", rank).info.get("tokens", s.case.S))
-    return min(real, len(_tensors(s, "dispatch", rank)["hidden"]))
+    return min(real, len(s.one("dispatch", rank, "hidden")))
 
 
 @check("I8", "load")
@@ -32,9 +24,11 @@ def loaded_bytes(s: Step) -> Iterator[Compared]:
     for name in PROJECTIONS:
         want = s.tap("load", f"local_{name}").flatten(0, 1)
         for rank in range(s.case.R):
-            got = s.one("experts", rank, f"weight_{name}")[: s.case.E]
             if s.layout.num_home_groups != s.case.E:
                 raise Absent("the experts read their own rank's weights and slots only")
+            got = s.one("experts", rank, f"weight_{name}")[: s.case.E].clone()
+            first = rank * s.case.experts_per_rank  # own rows as they were before prefetch; U2 looks after that
+            got[first : first + s.case.experts_per_rank] = s.one("prefetch", rank, f"local_{name}")
             place = lambda i: {"rank": rank, "expert": i[0], "weight_row": i[1], "weight_column": i[2]}  # noqa: B023, E731
             yield differ_bits(f"{name} weight", want, got, place)
 
@@ -43,12 +37,13 @@ def loaded_bytes(s: Step) -> Iterator[Compared]:
 def padded_tokens(s: Step) -> Iterator[Compared]:
     """Each rank dispatches its own tokens first, then rows of zero with zero weight"""
     for rank in range(s.case.R):
-        given, sent, n = _tensors(s, "layer", rank), _tensors(s, "dispatch", rank), _tokens(s, rank)
+        n = _tokens(s, rank)
         at = lambda i: {"rank": rank, "token": i[0], "column": i[1]}  # noqa: B023, E731
-        yield differ_bits("dispatched token", given["hidden"][:n], sent["hidden"][:n], at)
+        given, sent = s.one("layer", rank, "hidden"), s.one("dispatch", rank, "hidden")
+        yield differ_bits("dispatched token", given[:n], sent[:n], at)
         pads = lambda i: {"rank": rank, "token": n + i[0], "column": i[1]}  # noqa: B023, E731
         for name in ("hidden", "topk_weights"):
-            got = sent[name][n:]
+            got = s.one("dispatch", rank, name)[n:]
             yield differ(f"padding {name}", torch.zeros_like(got), got, pads)
 
 
@@ -56,9 +51,9 @@ def padded_tokens(s: Step) -> Iterator[Compared]:
 def legal_ids(s: Step) -> Iterator[Compared]:
     """Expert ids and weights arrive as given; an invalid id becomes a legal one of weight zero"""
     for rank in range(s.case.R):
-        given, sent, n = _tensors(s, "layer", rank), _tensors(s, "dispatch", rank), _tokens(s, rank)
+        n = _tokens(s, rank)
         at = lambda i: {"rank": rank, "token": i[0], "k": i[1]}  # noqa: B023, E731
-        ids, got = given["topk_ids"][:n], sent["topk_ids"]
+        ids, got = s.one("layer", rank, "topk_ids")[:n], s.one("dispatch", rank, "topk_ids")
         valid = (ids >= 0) & (ids < s.case.E)
         illegal = (got < 0) | (got >= s.case.E)
         yield differ(f"dispatched expert id, in 0..{s.case.E - 1}", "legal", got, at, bad=illegal)
@@ -71,10 +66,9 @@ def legal_ids(s: Step) -> Iterator[Compared]:
 def counted_ids(s: Step) -> Iterator[Compared]:
     """tokens_per_expert counts the ids that are dispatched, padding included"""
     for rank in range(s.case.R):
-        sent = _tensors(s, "dispatch", rank)
-        if "tokens_per_expert" not in sent:
+        if not s.has("dispatch", "tokens_per_expert"):
             raise Absent("no engine counted the tokens of this step")
-        want = sent["topk_ids"].flatten().clamp(min=0).long().bincount(minlength=s.case.E)
+        want = s.one("dispatch", rank, "topk_ids").flatten().clamp(min=0).long().bincount(minlength=s.case.E)
         at = lambda i: {"rank": rank, "expert": i[0]}  # noqa: B023, E731
         yield differ("tokens_per_expert", want, s.one("dispatch", rank, "tokens_per_expert"), at)
 
@@ -82,7 +76,7 @@ def counted_ids(s: Step) -> Iterator[Compared]:
 @check("I4", "prepare")
 def same_capacity(s: Step) -> Iterator[Compared]:
     """Every rank dispatches into a Buffer of the same capacity"""
-    got = np.array([len(_tensors(s, "dispatch", rank)["hidden"]) for rank in range(s.case.R)])
+    got = np.array([len(s.one("dispatch", rank, "hidden")) for rank in range(s.case.R)])
     yield differ("dispatched tokens, against rank 0", np.full(s.case.R, got[0]), got, axes("rank"))
 
 

@@ -24,13 +24,13 @@ def expert_rows(s: Step) -> Iterator[Compared]:
 
 def _rank_rows(s: Step, rank: int) -> Compared:
     exact = s.case.fill.name == "ints"
-    taps = s.call("experts", rank).tensors
+    given, row_weights, out = (s.one("experts", rank, name) for name in ("rows", "row_weights", "out"))
     rows = np.flatnonzero(s.row_route[rank] >= 0)
     index = torch.from_numpy(rows)
     group = torch.from_numpy(s.row_group[rank, rows])
-    weights = [taps[f"weight_{name}"] for name in PROJECTIONS]
-    want, variance = grouped_rows(taps["rows"][index], group, weights, taps["row_weights"][index], exact, s.rounds)
-    got = taps["out"][index].double()
+    weights = [s.one("experts", rank, f"weight_{name}") for name in PROJECTIONS]
+    want, variance = grouped_rows(given[index], group, weights, row_weights[index], exact, s.rounds)
+    got = out[index].double()
 
     def place(i: tuple[int, ...]) -> dict[str, int]:
         return {**s.row_place(rank, int(rows[i[0]])), "column": i[1]}

@@ -16,6 +16,17 @@ from moonep_validate.oracle.dense import dense_layer
 from moonep_validate.problem import PROJECTIONS
 
 
+@check("I16", "layer")
+def real_rows(s: Step) -> Iterator[Compared]:
+    """The output is the first rows of what combine returned"""
+    rank, token = np.nonzero(s.real)
+    index = torch.from_numpy(rank), torch.from_numpy(token)
+    combined = s.tap("combine", "hidden")
+    if not len(rank):
+        raise Absent("no rank has a token in this step")
+    yield differ_bits("layer output", combined[index], s.tap("layer", "out")[index], _place(rank, token))
+
+
 @check("M1", "layer")
 def dense_reference(s: Step) -> Iterator[Compared]:
     """The output equals the dense float64 reference"""
@@ -35,17 +46,6 @@ def dense_reference(s: Step) -> Iterator[Compared]:
     want, variance = dense_layer(hidden, ids.clamp(min=0), route_weights, weights, place, exact, s.rounds)
     bad = None if exact else ~within(want, got.double(), variance)
     yield differ("layer output", want, got.double(), _place(rank, token), bad=bad)
-
-
-@check("I16", "layer")
-def real_rows(s: Step) -> Iterator[Compared]:
-    """The output is the first rows of what combine returned"""
-    rank, token = np.nonzero(s.real)
-    index = torch.from_numpy(rank), torch.from_numpy(token)
-    combined = s.tap("combine", "hidden")
-    if not len(rank):
-        raise Absent("no rank has a token in this step")
-    yield differ_bits("layer output", combined[index], s.tap("layer", "out")[index], _place(rank, token))
 
 
 def _place(rank: Ints, token: Ints) -> Place:

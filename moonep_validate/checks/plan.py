@@ -8,15 +8,24 @@ import numpy as np
 
 from moonep_validate.checks import Compared, Place, axes, check, differ
 from moonep_validate.contract import Bools, Ints
-from moonep_validate.facts import Absent, Step
+from moonep_validate.facts import Absent, Missing, Step
 from moonep_validate.oracle.plan import Plan, make_plan
 
 
 def _oracle(s: Step) -> Plan:
     """Upstream's plan for the step's routing; computed once per step."""
+    _legal(s)
     if s.oracle_plan is None:
         s.oracle_plan = make_plan(s.topk, s.layout)
     return s.oracle_plan
+
+
+def _legal(s: Step) -> None:
+    """Raise if upstream has no plan for the step's routing."""
+    if ((s.topk < 0) | (s.topk >= s.case.E)).any():
+        raise Missing(
+            f"step {s.name!r} dispatched expert ids outside 0..{s.case.E - 1}, for which there is no plan"
+        )
 
 
 def _remote(s: Step) -> Bools:
@@ -205,6 +214,7 @@ def one_donor(s: Step) -> Iterator[Compared]:
 @check("L16", "plan", kind="drop_in")
 def no_needless_move(s: Step) -> Iterator[Compared]:
     """Nothing moves if all home loads are equal"""
+    _legal(s)
     home = s.layout.home(s.topk)
     if (np.bincount(home.ravel(), minlength=s.case.R) != s.layout.capacity).any():
         raise Absent("the home loads differ")

@@ -30,7 +30,8 @@ def _(call: Next, plan: Any, rows: Any, weights: Any = None, *args: Any, rank: i
     if call.rank != rank:
         return call(plan, rows, weights, *args, **kwargs)
     tokens = plan.N // plan.K
-    return rows[:tokens].clone(), weights[: plan.N].view(tokens, plan.K).clone(), None
+    gathered = None if weights is None else weights[: plan.N].view(tokens, plan.K).clone()
+    return rows[:tokens].clone(), gathered, None
 
 
 @fault("bad-input-accepted", on="buffer.construct", stage="life", bugs="K15")

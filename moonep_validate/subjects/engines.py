@@ -21,7 +21,7 @@ from moonep_validate.rig import Rig
 from moonep_validate.scenarios import NEEDS_BUFFER
 from moonep_validate.subjects import Subject, tap
 from moonep_validate.subjects.integration import Integration, Started
-from moonep_validate.subjects.layer import LayerSession
+from moonep_validate.subjects.layer import LayerSession, uninitialised_memory_is_poison
 from moonep_validate.trace import Part
 from moonep_validate.verdict import STAGES
 
@@ -34,6 +34,8 @@ KNOWN = {
 _SHIM = Path(__file__).parents[1] / "shim"
 #: Stages that MoonEP itself owns; the others are the engine's.
 _MOONEP = ("plan", "dispatch", "prefetch", "combine", "reduce")
+#: What an Integration must have.
+_MEMBERS = ("name", "rounds", "supports", "environment", "start", "open", "make_layer", "probes", "close")
 _started: dict[str, Integration] = {}
 
 
@@ -48,8 +50,10 @@ def integration(engine: str) -> Integration:
         raise CaseError(f"--subject {engine}: known are reference, {', '.join(KNOWN)}, or MODULE:CLASS")
     try:
         made: Integration = getattr(importlib.import_module(module), name)()
-    except (ImportError, AttributeError) as error:
-        raise CaseError(f"--subject {engine} cannot be found: {type(error).__name__}: {error}") from None
+    except Exception as error:
+        raise CaseError(f"--subject {engine} cannot be made: {type(error).__name__}: {error}") from None
+    if lacks := [wanted for wanted in _MEMBERS if not hasattr(made, wanted)]:
+        raise CaseError(f"--subject {engine} is no Integration: it lacks {', '.join(lacks)}")
     return made
 
 
@@ -74,6 +78,8 @@ def start(engine: str, rank: int, size: int, device: str) -> dict[str, Any]:
     except (Exception, SystemExit) as error:
         return {"error": f"{engine} cannot run here: {type(error).__name__}: {str(error) or 'no message'}"}
     tap.install(moonep.Buffer)
+    with uninitialised_memory_is_poison():
+        pass  # the first time costs seconds, which the deadline of a case has no room for
     _started[engine] = mine
     policy = getattr(moonep, "__moonep_policy__", "legal")
     origin = getattr(moonep, "__moonep_origin__", "real")
@@ -125,6 +131,8 @@ def engine_subject(
     def supports(case: Case) -> str | None:
         if not_run:
             return not_run
+        if case.generation != "A":
+            return f"gen{case.generation}: taps on an engine know MoonEP's generation A; use genA"
         if case.scenario.name in NEEDS_BUFFER:
             return f"the scenario {case.scenario} calls a Buffer by itself; an engine has no such door"
         return integration(engine).supports(case)

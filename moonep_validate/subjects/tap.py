@@ -195,10 +195,13 @@ def _constructed(method: Callable[..., Any]) -> Callable[..., Any]:
 def _destroyed(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def wrapper(self: Any) -> None:
-        function = method.__get__(self)
-        if current is not None:
-            function = current._around("buffer.destroy", function)
-        function()
+        if current is None:
+            really(self)
+        else:
+            current._around("buffer.destroy", really.__get__(self))()
+
+    def really(self: Any) -> None:
+        method(self)
         _living.discard(self.__moonep_serial__)
 
     return wrapper

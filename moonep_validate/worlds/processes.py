@@ -76,7 +76,11 @@ class Pool:
         listener.close()
         self.started: dict[str, Any] | None = None
         if start is not None:
-            self.started = self._start(start)
+            try:
+                self.started = self._start(start)
+            except OSError as error:
+                self.close()
+                raise RuntimeError(f"a worker ended while it started: {error}") from None
 
     def _start(self, request: bytes) -> dict[str, Any]:
         """Tell every worker what to import first; the answer of the first rank that failed, else rank 0's."""

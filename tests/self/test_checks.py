@@ -14,7 +14,7 @@ from moonep_validate.checks import CHECKS, Compared
 from moonep_validate.checks.relations import PROMISES
 from moonep_validate.engine import judge
 from moonep_validate.facts import Step
-from moonep_validate.trace import Call, Part, Trace
+from moonep_validate.trace import Call, Part, Relation, Trace
 from moonep_validate.verdict import Result, Verdict
 from tests.self.conftest import CASE
 
@@ -25,6 +25,7 @@ VARIANTS = Case.parse(f"genB+{SIZES}+hot:1+variants")
 COMBINE = Case.parse("genB+R4+E12+K8+S6+H24+pad5+combine_only+zipf:1.0")
 GRADS = Case.parse(f"genB+{SIZES}+chain+grads")
 GRADS_A = GRADS.but(generation="A")
+CASE_A = CASE.but(generation="A")
 LIFE = Case.parse(f"genB+{SIZES}+hot:1+life")
 REFUSALS = Case.parse(f"genB+{SIZES}+refusals")
 EQUAL_LOADS = Case.parse(f"genB+{SIZES}+balanced")
@@ -256,8 +257,95 @@ def nothing_raised(trace: Trace) -> None:
     del record.info["raised"]
 
 
+def layer_has_fewer_tokens(trace: Trace) -> None:
+    """The rows after the fifth are said to be padding, and they are not zero."""
+    call(trace, "layer").info["tokens"] = 5
+
+
+def route_is_invalid(trace: Trace) -> None:
+    tensor(trace, "layer", "topk_ids")[2, 1] = -1
+
+
+def another_expert_is_asked_for(trace: Trace) -> None:
+    ids = tensor(trace, "layer", "topk_ids")
+    ids[2, 1] = (ids[2, 1] + 1) % 12
+
+
+def illegal_id(trace: Trace) -> None:
+    tensor(trace, "dispatch", "topk_ids")[0, 0] = 12
+
+
+def one_route_not_counted(trace: Trace) -> None:
+    """An engine counts its tokens; the reference does not record that, so right counts come first."""
+    for rank in range(4):
+        counts = tensor(trace, "dispatch", "topk_ids", rank).flatten().bincount(minlength=12).int()
+        call(trace, "dispatch", rank).put(tokens_per_expert=counts)
+    assert results(judge(trace), "I3")[0].status == "passed"
+    tensor(trace, "dispatch", "tokens_per_expert")[1] -= 1
+
+
+def smaller_capacity_on_one_rank(trace: Trace) -> None:
+    call(trace, "dispatch").put(hidden=tensor(trace, "dispatch", "hidden")[:-1])
+
+
+def prefetch_left_out(trace: Trace) -> None:
+    trace.calls[1].remove(call(trace, "prefetch"))
+
+
+def buffer_left(trace: Trace) -> None:
+    """As an engine's session says at its end; the reference has no such call."""
+    closed = [Call("closed", "buffers", info={"living": 0}, done=True) for _ in range(4)]
+    for calls, last in zip(trace.calls, closed, strict=True):
+        calls.append(last)
+    assert results(judge(trace), "I15")[-1].status == "passed"
+    closed[1].info["living"] = 1
+
+
+def step_after_an_exception_differs(trace: Trace) -> None:
+    """The reference has no scenario with an exception inside a layer, so another step takes its place."""
+    trace.relations.append(Relation("I11", "repeat", "base", ("layer.out",)))
+    assert [r.status for r in results(judge(trace), "I11")] == ["passed"]
+    flip_sign("layer", "out", "repeat")(trace)
+
+
 CORRUPTIONS = [
-    Corruption("O1", "plan", "expected ('21', 'int32'", info("dispatch", "layout", {}), CASE.but(S=1)),
+    Corruption(
+        "I1", "prepare", "dispatched token bits at rank 1, token 2, column 3", put("dispatch", "hidden", (2, 3), 1)
+    ),
+    Corruption("I1", "prepare", "padding hidden at rank 1, token 5, column 0: expected 0", layer_has_fewer_tokens),
+    Corruption(
+        "I2", "prepare", "dispatched route weight bits at rank 1, token 2, k 1: expected 0 ", route_is_invalid
+    ),
+    Corruption("I2", "prepare", "dispatched expert id at rank 1, token 2, k 1", another_expert_is_asked_for),
+    Corruption("I2", "prepare", "expert id, in 0..11 at rank 1, token 0, k 0: expected legal, got 12", illegal_id),
+    Corruption("I3", "prepare", "tokens_per_expert at rank 1, expert 1", one_route_not_counted),
+    Corruption("I4", "prepare", "against rank 0 at rank 1: expected 7, got 6", smaller_capacity_on_one_rank),
+    Corruption(
+        "I6",
+        "prefetch",
+        "calls in order at rank 1: expected dispatch, prefetch, combine, got dispatch, combine",
+        prefetch_left_out,
+    ),
+    Corruption(
+        "I6",
+        "prefetch",
+        "got dispatch, prefetch, combine; prefetch with another plan",
+        info("prefetch", "same_plan", False),
+    ),
+    Corruption(
+        "I8",
+        "load",
+        "up weight bits at rank 1, expert 7, weight row 2, weight column 1",
+        put("experts", "weight_up", (7, 2, 1), 1),
+        CASE_A,
+    ),
+    Corruption(
+        "I11", "layer", "layer.out of step 'repeat' against 'base'", step_after_an_exception_differs, VARIANTS
+    ),
+    Corruption("I15", "life", "Buffers never destroyed at rank 1: expected 0, got 1", buffer_left),
+    Corruption(
+        "I16", "layer", "layer output bits at rank 1, token 3, column 4", put("layer", "out", (3, 4), 16.0)
+    ),
     Corruption("L1", "plan", "destination row at rank 1", row_behind_the_end),
     Corruption("L2", "plan", "routes of the row at rank", row_shared),
     Corruption("L3", "plan", "rows per rank at rank", one_row_to_another_rank),
@@ -276,8 +364,10 @@ CORRUPTIONS = [
     Corruption("L11", "plan", "route marked as duplicate at rank", unmarked_duplicate),
     Corruption("L12", "plan", "place of the duplicate in its list", put("dispatch", "dup_loffs", 0, 0)),
     Corruption("L13", "plan", "slots that copy my experts at rank 1", put("dispatch", "remote_stats", 1, 1)),
-    Corruption("L14", "plan", "rows of the expert at expert", put("dispatch", "topk_ids", (0, 0), -1)),
-    Corruption("L15", "plan", "donors, at most at rank 3", from_two_donors),
+    Corruption(
+        "L14", "plan", "rows of the expert at expert", put("dispatch", "topk_ids", (0, 0), -1), first="prepare"
+    ),
+    Corruption("L15", "plan", "donors, at most at rank 3", from_two_donors, first="prepare"),
     Corruption("L16", "plan", "rank of the route at rank", moved_without_need, EQUAL_LOADS),
     Corruption("X1", "plan", "rows of the expert on the rank at expert", one_row_to_another_rank),
     Corruption("X2", "plan", "row of the route at rank", two_routes_swap_rows),
@@ -346,7 +436,13 @@ CORRUPTIONS = [
         put("reduce", "after_local_down", (1, 2, 3), 1.0, 1, "reduce_ones"),
         GRADS,
     ),
-    Corruption("Z1", "life", "answer to hidden of float32, an exception at rank 1", nothing_raised, REFUSALS),
+    Corruption(
+        "Z1",
+        "life",
+        "answer to hidden of float32 at rank 1: expected an exception, got nothing raised",
+        nothing_raised,
+        REFUSALS,
+    ),
     Corruption(
         "I10",
         "layer",
@@ -412,7 +508,7 @@ def dedup_order_reversed(trace: Trace) -> None:
                 return
 
 
-CORRUPTIONS[0] = Corruption("O1", "plan", "shape and dtype of dst at rank 1", dst_of_int64)
+CORRUPTIONS.append(Corruption("O1", "plan", "shape and dtype of dst at rank 1", dst_of_int64))
 CORRUPTIONS.append(Corruption("O1", "plan", "rows contiguous at rank 1", rows_strided))
 CORRUPTIONS = [c for c in CORRUPTIONS if c.check != "L12"]
 CORRUPTIONS.append(Corruption("L12", "plan", "place of the duplicate in its list", dedup_order_reversed, COMBINE))
