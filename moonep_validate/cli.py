@@ -59,7 +59,10 @@ SubjectOption = Annotated[
 PathOption = Annotated[
     str | None, typer.Option("--sglang-path", help="Folder with the package sglang; first on the import path.")
 ]
-DeviceOption = Annotated[str, typer.Option(help="Where an engine's tensors live: cpu or cuda.")]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(help="Where an engine's tensors live: cpu or cuda; by default cuda if there are GPUs."),
+]
 RequireOption = Annotated[
     list[str] | None,
     typer.Option(help="STAGE=PACKAGE that must really run, e.g. load=vllm or transport=moonep; else exit code 1."),
@@ -84,7 +87,7 @@ def run(
     ] = None,
     subject: SubjectOption = "reference",
     sglang_path: PathOption = None,
-    device: DeviceOption = "cpu",
+    device: DeviceOption = None,
     waivers: WaiversOption = None,
     moonep_module: ModuleOption = None,
     api: ApiOption = None,
@@ -143,7 +146,7 @@ def shrink(
     case: Annotated[str, typer.Option("--case", help="A failing case line.")],
     subject: SubjectOption = "reference",
     sglang_path: PathOption = None,
-    device: DeviceOption = "cpu",
+    device: DeviceOption = None,
     waivers: WaiversOption = None,
     moonep_module: ModuleOption = None,
     api: ApiOption = None,
@@ -276,7 +279,7 @@ def search(
     seed: Annotated[int, typer.Option(help="Where to start; the same seed draws the same cases.")] = 0,
     subject: SubjectOption = "reference",
     sglang_path: PathOption = None,
-    device: DeviceOption = "cpu",
+    device: DeviceOption = None,
     waivers: WaiversOption = None,
     moonep_module: ModuleOption = None,
     api: ApiOption = None,
@@ -287,6 +290,8 @@ def search(
     deadline: DeadlineOption = 30.0,
 ) -> None:
     """Generate cases toward planner stress, judge each, and print the worst as case lines; needs hypothesis."""
+    if subject != "reference":
+        raise CaseError(f"search draws cases for a Buffer, most of which {subject} cannot run; use run")
     job = _job(context.params)
     from moonep_validate.engine import run_case
     from moonep_validate.report.summary import Summary

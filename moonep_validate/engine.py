@@ -122,7 +122,7 @@ def make_job(
     deadline: float = 30.0,
     subject: str = "reference",
     path: str | None = None,
-    device: str = "cpu",
+    device: str | None = None,
     waivers: str | None = None,
 ) -> Job:
     """A job from command-line text; asks a module or an engine what it is.
@@ -138,10 +138,11 @@ def make_job(
                 f"--subject {subject}: --moonep-module, --api, --policy, --relaxed and --destructive "
                 "go without it; an engine takes the moonep that it can import"
             )
+        device = device or ("cuda" if torch.cuda.device_count() > 1 else "cpu")
         job = Job(engine=subject, path=path, device=device, faults=parsed, deadline=deadline, waivers=waivers)
         _waivers(waivers)  # a bad file is said before anything starts
         return _engine_job(job)
-    if path or device != "cpu" or waivers:
+    if path or device or waivers:
         raise CaseError("--sglang-path, --device and --waivers go with --subject vllm or --subject sglang")
     if module is None:
         if api or policy or relaxed or destructive:
