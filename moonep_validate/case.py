@@ -7,7 +7,7 @@ R    ranks of the expert-parallel (EP) group
 E    experts of the whole EP group; rank ``r`` owns ``E/R`` of them, contiguously
 K    routed experts per token (top-k)
 S    tokens that each rank passes to every dispatch
-H    hidden size of a dispatched row
+H    hidden size of a dispatched row; with ``k3`` the latent width, and a token of the model is wider
 I    intermediate size of an expert
 ==== ==========================================================================
 
@@ -90,6 +90,7 @@ VOCABULARY: dict[str, Word] = {
     "ulp": Word("fill", "fill:ulp", "random mantissas in one binade, so that rounding points show"),
     "cancel": Word("fill", "fill:cancel", "+-2**30 and 1, so that the order of sums shows; for combine_only"),
     "moe": Word("model", "moe", "routed experts with SiLU-gated FFNs, no router and no shared expert"),
+    "k3": Word("model", "k3", "moe inside Kimi-K3's layer: router, latent projections, norm, SiTU, shared expert"),
     "bf16": Word("format", "bf16", "BF16 expert weights"),
     "base": Word("scenario", "base", "one forward pass, all undefined memory poisoned with NaN"),
     "two_poisons": Word("scenario", "two_poisons", "two passes with different poisons must agree bit for bit"),
@@ -108,6 +109,10 @@ VOCABULARY: dict[str, Word] = {
     "abort": Word("scenario", "abort", "engines: an exception inside the layer, then a healthy step"),
     "reload": Word("scenario", "reload", "engines: other weights are loaded into a living layer"),
     "answers": Word("scenario", "answers", "engines: configurations that must be refused, or must not"),
+    "metamorphic": Word("scenario", "metamorphic", "tokens moved, batch split, experts renumbered: same outputs"),
+    "independent": Word("scenario", "independent", "other tokens change, a token's output keeps its bits"),
+    "linear": Word("scenario", "linear", "contributions of experts and of routes add up"),
+    "slot_counts": Word("scenario", "slot_counts", "generation A: another slot count gives the same outputs"),
     "slot_used": Word("witness", "@slot_used", "a redundant expert slot holds rows"),
     "two_slots": Word("witness", "@two_slots", "one rank uses two slots"),
     "duplicate": Word("witness", "@duplicate", "a token has two rows on one rank"),
@@ -287,8 +292,65 @@ def _check_rest(case: Case) -> None:
         case.scenario.name != "grads" or case.slots is None,
         f"grads with slots{case.slots}: training needs E/R={case.experts_per_rank} slots; leave slots out",
     )
+    _check_relations(case)
     _check_routing_argument(case)
     _check_routing_geometry(case)
+    if case.model.name == "k3":
+        _check_model(case)
+
+
+def _check_model(case: Case) -> None:
+    """What the model ``k3`` can run: its router chooses K distinct experts for each of S tokens."""
+    scenarios = ("base", "two_poisons", "marked_slots", "layers")
+    _require(
+        case.scenario.name in scenarios,
+        f"scenario {case.scenario}: model k3 runs {', '.join(scenarios)}; use one of these, or model moe",
+    )
+    _require(case.fill.name == "real", f"fill:{case.fill}: model k3 needs fill:real; its sums are never exact")
+    _require(case.tokens is None, "tokens: model k3 has S real tokens on every rank; leave tokens out")
+    name, per_rank = case.routing.name, case.experts_per_rank
+    _require(
+        name not in ("repeated", "ties", "chain", "overflow"),
+        f"routing {name}: model k3 needs K distinct experts a token, as a router chooses them; "
+        "use another routing, e.g. uniform or zipf:1.0",
+    )
+    fewer = {"hot": case.E - 1, "hot_rank": per_rank, "all_local": per_rank, "all_remote": case.E - per_rank}
+    among = fewer.get(name, case.E)
+    among -= int(case.routing.args[0]) if name == "empty_experts" else 0
+    _require(
+        among >= case.K, f"K={case.K}: model k3 chooses K distinct experts of {among} ({name}); lower K or raise E"
+    )
+    if name == "table":
+        _check_distinct(case.routing.args, case.K)
+
+
+def _check_distinct(ids: Sequence[str], top_k: int) -> None:
+    """Each token of a table has K distinct experts."""
+    for first in range(0, len(ids), top_k):
+        token = ids[first : first + top_k]
+        _require(
+            len(set(token)) == top_k,
+            f"table: token {first // top_k} has ids {', '.join(token)}; model k3 needs K={top_k} distinct ones",
+        )
+
+
+def _check_relations(case: Case) -> None:
+    """What the scenarios need whose steps must agree without an oracle."""
+    name = case.scenario.name
+    if name in ("metamorphic", "linear", "slot_counts"):
+        _require(
+            case.fill.name == "ints",
+            f"{name} needs fill:ints, not fill:{case.fill}: another plan sums and rounds in another order, "
+            "so only exact sums must agree; with real values there is independent",
+        )
+    if name in ("metamorphic", "independent", "linear", "slot_counts"):
+        _require(case.model.name == "moe", f"{name} needs the model moe, not {case.model}: routed experts alone")
+    _require(name != "metamorphic" or case.S >= 2, "metamorphic needs S >= 2: one token has no other order")
+    _require(name != "linear" or case.K >= 2, "linear needs K >= 2: it splits the routes of a token")
+    _require(
+        name != "slot_counts" or case.generation == "A",
+        "slot_counts needs genA: generation B has E/R slots always",
+    )
 
 
 def _check_routing_argument(case: Case) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from json import dumps as dump_json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -75,6 +76,14 @@ RelaxedOption = Annotated[bool, typer.Option("--relaxed", help="Also run cases t
 DestructiveOption = Annotated[
     bool, typer.Option("--destructive", help="Also give bad input that may trap, hang or end the process.")
 ]
+
+
+#: What ``_job`` reads and a command does not offer.
+_NO_OPTIONS: dict[str, Any] = {
+    **dict.fromkeys(("moonep_module", "api", "policy", "waivers", "fault")),
+    "relaxed": False,
+    "destructive": False,
+}
 
 
 @app.command()
@@ -310,6 +319,70 @@ def search(
     for verdict in result.failures:
         _out.print(verdict.diagnosis, markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(Summary(result.tried, result.failures).exit_code if result.failures else 0)
+
+
+@app.command()
+def mutate(
+    context: typer.Context,
+    fault: Annotated[list[str] | None, typer.Option("--fault", help="Only this fault; may be repeated.")] = None,
+    kind: Annotated[
+        list[str] | None, typer.Option("--kind", help="Only faults that stand for this kind or bug, e.g. K08.")
+    ] = None,
+    subject: SubjectOption = "reference",
+    sglang_path: PathOption = None,
+    device: DeviceOption = None,
+    deadline: Annotated[float | None, typer.Option(min=0.1, help="See run [2 on the reference, else 30].")] = None,
+    json: Annotated[bool, typer.Option("--json", help="The matrix as JSON.")] = False,
+    shrink_seconds: Annotated[float, typer.Option(help="Time to shrink each kill; 0 to leave it.")] = 0.0,
+    write: Annotated[Path | None, typer.Option(help="Also write the document (docs/faults.md).")] = None,
+) -> None:
+    """Seed every known fault, and see whether the suite finds it: at which stage, by which check."""
+    from moonep_validate import mutate as mutation
+    from moonep_validate.report import matrix as report
+
+    deadline = deadline or (mutation.DEADLINE if subject == "reference" else 30.0)
+    job = _job({**_NO_OPTIONS, **context.params, "fault": None, "deadline": deadline})
+    if job.not_run:
+        raise CaseError(job.not_run)
+    chosen = [one.id for one in mutation.chosen(job, fault or (), kind or ())]
+    outcomes, console = [], Console(stderr=True) if json else _out
+    console.print(
+        f"[bold]moonep-validate {__version__}[/bold]: {len(chosen)} faults on {subject}", highlight=False
+    )
+    for outcome in mutation.mutate(job, chosen, shrink_seconds):
+        outcomes.append(outcome)
+        console.print(report.outcome_line(outcome), highlight=False, soft_wrap=True)
+    whole = not fault and not kind
+    result = mutation.Matrix(outcomes, mutation.needed_checks(job, whole))
+    mutation.sharpen(job, result)
+    if json:
+        sys.stdout.write(dump_json(result.to_json()) + "\n")
+    else:
+        report.show_matrix(_out, result)
+    if write:
+        write.write_text(report.faults_document(result))
+    raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def nulls(
+    context: typer.Context,
+    seconds: Annotated[float, typer.Option("--time", min=1.0, help="Seconds to run.")] = 60.0,
+    seed: Annotated[int, typer.Option(help="Where to start; the same seed draws the same cases.")] = 0,
+    subject: SubjectOption = "reference",
+    sglang_path: PathOption = None,
+    device: DeviceOption = None,
+    deadline: DeadlineOption = 30.0,
+) -> None:
+    """Count false alarms: cases of real data on a subject that is right; how often does a bound fail?"""
+    from moonep_validate.nulls import null_runs
+
+    job = _job({**_NO_OPTIONS, **context.params})
+    with _out.status("running"):
+        result = null_runs(job, seconds, seed)
+    for line in (*result.lines, result.summary):
+        _out.print(line, markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(int(result.over_budget))
 
 
 @app.command()

@@ -359,15 +359,22 @@ def judge(trace: Trace, checks: Sequence[Check] | None = None) -> Verdict:
     )
 
 
-def run_case(job: Job, case: Case) -> tuple[Trace, Verdict]:
-    """Record and judge; a fault that changed no recorded byte makes the verdict ``not_exercised``."""
+def run_case(job: Job, case: Case, exercised: bool = True) -> tuple[Trace, Verdict]:
+    """Record and judge; a fault that changed no recorded byte makes the verdict ``not_exercised``.
+
+    Args:
+        job: where and on whom.
+        case: what.
+        exercised: whether to look for that, which costs a second run of the case.
+    """
     with _one_torch_thread():
         trace = record(job, case)
         verdict = judge(trace)
         if job.engine_part and not trace.not_run:
             verdict = waive(verdict, _waivers(job.waivers), job.engine_part, date.today())
-        if job.faults and verdict.ok and record(replace(job, faults=()), case).digest() == trace.digest():
-            verdict.override = "not_exercised"
+        if job.faults and exercised and verdict.ok:
+            clean = record(replace(job, faults=()), case)
+            verdict.override = "not_exercised" if clean.digest() == trace.digest() else None
     return trace, verdict
 
 

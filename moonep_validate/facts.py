@@ -119,18 +119,25 @@ class Step:
     def relations(self) -> list[tuple[Relation, Step]]:
         """Promises that this step makes, each with its base step."""
         made = [relation for relation in self.trace.relations if relation.step == self.name]
-        return [
-            (relation, self.siblings.get(relation.base) or Step(self.trace, relation.base)) for relation in made
-        ]
+        return [(relation, self.sibling(relation.base)) for relation in made]
+
+    def sibling(self, name: str) -> Step:
+        """Another step of the same trace."""
+        return self.siblings.get(name) or Step(self.trace, name)
 
     @cached_property
     def layout(self) -> Layout:
         """The geometry that this step was really dispatched with; an engine chooses its own capacity S.
 
+        A session that was opened with another slot count than the case says so.
+
         Raises:
             Missing: if the ranks dispatched different numbers of tokens.
         """
         layout = Layout.of(self.case)
+        opened = self._calls[0]["dispatch"].info.get("slots") if "dispatch" in self._calls[0] else None
+        if opened is not None and opened != layout.num_slots:
+            layout = replace(layout, slots=opened)
         given = [calls["dispatch"].tensors.get("hidden") for calls in self._calls if "dispatch" in calls]
         if not given or any(tensor is None for tensor in given):
             return layout

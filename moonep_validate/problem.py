@@ -32,6 +32,10 @@ from moonep_validate.hashing import below, hashed, normal, unit
 PROJECTIONS = ("gate", "up", "down")
 _UNIT, _UNITS = 16, 256
 
+#: Model -> projection -> exact factor. In k3, SiTU's caps show (|g| above 2 and |u| above 25 are usual), and a
+#: token's sum has a mean square near the norm's eps, so that a wrong eps or a wrong factor shows behind the norm.
+_SCALES: dict[str, dict[str, float]] = {"moe": {}, "k3": {"gate": 2.0, "up": 16.0, "down": 2.0**-12}}
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -68,7 +72,8 @@ def expert_weights(case: Case, rank: int, layer: int = 0) -> dict[str, Tensor]:
     """
     entries = min(8, 32 // case.K) if case.fill.name == "ints" else 0
     args = (case.fill.name, case.seed, layer, case.experts_per_rank, case.H, case.I, entries)
-    return {name: tensor.clone() for name, tensor in _expert_weights(rank, *args).items()}
+    scales = _SCALES[case.model.name]
+    return {name: tensor * scales.get(name, 1) for name, tensor in _expert_weights(rank, *args).items()}
 
 
 @lru_cache(maxsize=64)

@@ -70,6 +70,18 @@ genA+R4+E8+K2+S4+slots1+pad4+table:0,4,0,4,0,4,0,4,0,4,1,4,1,6,1,6,1,6,1,6,2,6,3
 genA+R4+E16+K4+S17+slots1+overflow+@remote_read
 genA+R4+E16+K4+S17+slots1+pad8+fill:real+chain+@remote_read
 genA+R4+E16+K4+S17+slots2+overflow+variants+@remote_read
+genB+R4+E16+K4+S9+hot:6+metamorphic+@slot_used
+genA+R4+E12+K3+S7+slots2+tokens:7,0,5,1+zipf:1.0+metamorphic+@empty_rank
+genB+R4+E16+K4+S9+fill:real+zipf:1.0+independent+@duplicate
+genB+R4+E16+K4+S9+hot:6+linear+@slot_used
+genA+R4+E16+K4+S17+slots2+overflow+slot_counts+@remote_read
+genA+R8+E896+K16+S8+H24+I8+slots1+zipf:1.5+metamorphic+@remote_read+@slot_used
+genB+R4+E16+K4+S17+zipf:1.0+fill:real+k3+@slot_used
+genB+R4+E12+K3+S7+H256+pad4+hot:1+fill:real+k3+@slot_used
+genB+R4+E16+K4+S9+zipf:2.0+fill:real+k3+two_poisons+@padding
+genB+R4+E16+K4+S9+hot:6+fill:real+k3+marked_slots+@slot_used
+genB+R4+E16+K4+S9+hot:5+fill:real+k3+layers+@slot_used
+genB+R8+E896+K16+S2+H32+I32+pad128+zipf:1.0+fill:real+k3+@slot_used
 """
 
 # For the MoE layers of engines; vLLM fixes a padding of 128 and 4 slots, and both want two ranks at least.
@@ -108,6 +120,9 @@ genA+R2+E8+K3+S16+pad128+fill:real+invalid_ids
 genA+R2+E8+K2+S16+pad128+hot:5+abort+@slot_used
 genA+R2+E8+K2+S16+pad128+hot:5+reload+@slot_used
 genA+R2+E8+K2+S16+pad128+answers
+genA+R2+E8+K2+S16+pad128+hot:5+metamorphic+@slot_used
+genA+R2+E8+K2+S16+pad128+fill:real+hot:5+independent+@slot_used
+genA+R2+E8+K2+S16+pad128+hot:5+linear+@slot_used
 """
 
 _SMOKE = """
@@ -141,7 +156,7 @@ def for_generations(cases: Sequence[Case], generations: Sequence[str]) -> list[C
         case.but(generation=generation)
         for case in cases
         for generation in generations
-        if case.slots is None or generation == "A"
+        if generation == "A" or (case.slots is None and case.scenario.name != "slot_counts")
     }
     return sorted(several, key=lambda case: (case.R, case.E, case.S, str(case)))
 

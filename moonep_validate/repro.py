@@ -86,6 +86,8 @@ def _refuse(case: Case, module: str) -> None:
             f"scenario {case.scenario} cannot be written as a standalone script; supported: {', '.join(PASSES)}. "
             "Try the case with one of these, or give the case line itself"
         )
+    if case.model.name != "moe":
+        raise CaseError(f"model {case.model}: a script holds MoonEP's path only; leave {case.model} out")
     routes = case.R * case.S * case.K
     if routes > MAX_ROUTES:
         raise CaseError(

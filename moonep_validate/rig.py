@@ -6,21 +6,23 @@ tail, unused slots, the pads and tails of expert outputs, scratch of our own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from moonep_validate.case import Case
 from moonep_validate.faults import Seams
-from moonep_validate.problem import Batch, batch
+from moonep_validate.problem import Batch, batch, expert_weights
 from moonep_validate.trace import Recorder, Relation
+from moonep_validate.transforms import Weights, transformed_weights
 from moonep_validate.worlds.comm import Comm
 
 NAN = float("nan")
 _BYTE_POISON = 0xA5
+_FIRST_OF_OTHERS = 16
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Rig:
         open_session: the subject's ``open``.
         poison_value: what undefined memory is filled with from now on.
         relations: promises made so far, the same on every rank.
+        layers: layers with transformed weights by number.
     """
 
     case: Case
@@ -74,12 +77,17 @@ class Rig:
     open_session: Callable[[Rig], Any]
     poison_value: float = NAN
     relations: list[Relation] = field(default_factory=list)
+    layers: dict[int, Weights] = field(default_factory=dict)
 
     @contextmanager
-    def open(self) -> Iterator[Any]:
-        """A session that is closed at the end, unless its rank has failed by then."""
+    def open(self, **changes: Any) -> Iterator[Any]:
+        """A session that is closed at the end, unless its rank has failed by then.
+
+        Args:
+            changes: fields of the case in which this session differs; only ``slots`` is known to the judge.
+        """
         with self.recorder.call("open", "open"):
-            session = self.open_session(self)
+            session = self.open_session(replace(self, case=self.case.but(**changes)) if changes else self)
         yield session
         with self.recorder.call("close", "close"):
             session.close()
@@ -88,10 +96,39 @@ class Rig:
         """This rank's tokens; as many as the case says, unless ``tokens`` says otherwise."""
         return batch(self.case, self.comm.rank, tokens)
 
+    def layer(self, weights: Weights) -> int:
+        """The number of a layer with transformed weights; above those of the case's own layers."""
+        number = _FIRST_OF_OTHERS + len(self.layers)
+        self.layers[number] = weights
+        return number
+
+    def expert_weights(self, rank: int, layer: int) -> dict[str, Tensor]:
+        """Weights of the experts that ``rank`` owns in a layer, see ``problem.expert_weights``."""
+        if layer in self.layers:
+            return transformed_weights(self.case, rank, self.layers[layer])
+        return expert_weights(self.case, rank, layer)
+
     def poison(self, tensor: Tensor) -> None:
         """Fill undefined memory; bytes get a byte pattern, since they have no NaN."""
         tensor.fill_(self.poison_value if tensor.is_floating_point() else _BYTE_POISON)
 
-    def promise(self, id: str, step: str, base: str, *taps: str) -> None:
-        """Promise that taps (``op.name``) of ``step`` equal those of ``base`` bit for bit."""
-        self.relations.append(Relation(id, step, base, taps))
+    def promise(
+        self,
+        id: str,
+        step: str,
+        base: str,
+        *taps: str,
+        tokens: Sequence[Sequence[int]] | None = None,
+        terms: Mapping[str, int] | None = None,
+    ) -> None:
+        """Promise that taps (``op.name``) of ``step`` equal those of ``base`` bit for bit.
+
+        Args:
+            id: of the promise.
+            step, base: names of steps.
+            taps: which.
+            tokens: which token of ``base`` each token equals, see ``Relation``.
+            terms: step -> factor: a sum that takes the place of ``base``, equal by value.
+        """
+        places = None if tokens is None else tuple(map(tuple, tokens))
+        self.relations.append(Relation(id, step, base, taps, places, tuple((terms or {}).items())))

@@ -21,6 +21,20 @@ from moonep_validate.problem import (
     shifted,
 )
 from moonep_validate.rig import Dispatched, Rig
+from moonep_validate.transforms import (
+    every_other,
+    first_expert,
+    half,
+    in_place,
+    others_changed,
+    permuted,
+    relabelled,
+    relabelled_weights,
+    rotated,
+    scaled_weights,
+    some_routes,
+    taken,
+)
 
 _ROWS = ("dispatch.rows", "dispatch.row_weights", "dispatch.dst", "dispatch.cu_seqlens")
 _LAYER = ("dispatch.rows", "prefetch.slot_gate", "combine.hidden", "layer.out")
@@ -254,6 +268,62 @@ def answers(rig: Rig) -> None:
         session.forward("after", rig.batch())
 
 
+def metamorphic(rig: Rig) -> None:
+    """Tokens in another order, on other ranks, in two halves, with renumbered experts: the same outputs."""
+    case, rank = rig.case, rig.comm.rank
+    moves = {
+        "permuted": ("V9", permuted(case)),
+        "rotated": ("V11", rotated(case)),
+        "first_half": ("V12", half(case, second=False)),
+        "second_half": ("V12", half(case, second=True)),
+    }
+    with rig.open() as session:
+        session.forward("base", rig.batch())
+        for step, (id, places) in moves.items():
+            session.forward(step, taken(case, rank, places))
+            rig.promise(id, step, "base", "layer.out", tokens=places, terms={"base": 1})
+        session.forward("relabelled", relabelled(case, rank), layer=rig.layer(relabelled_weights(case)))
+        rig.promise("V10", "relabelled", "base", "layer.out", tokens=in_place(case), terms={"base": 1})
+
+
+def independent(rig: Rig) -> None:
+    """Every other token changes, the routing does not: the outputs of the tokens in between keep their bits."""
+    kept = every_other(rig.case)
+    with rig.open() as session:
+        session.forward("base", rig.batch())
+        session.forward("others_changed", others_changed(rig.case, rig.comm.rank, kept))
+        rig.promise("V13", "others_changed", "base", "layer.out", tokens=kept)
+
+
+def linear(rig: Rig) -> None:
+    """Contributions add up: of scaled experts, of some routes alone, of routes of weight 0, of one taken twice."""
+    case, rank, tokens = rig.case, rig.comm.rank, in_place(rig.case)
+    with rig.open() as session:
+        session.forward("base", rig.batch())
+        for step, factor in (("silenced", 0), ("negated", -1)):
+            session.forward(step, rig.batch(), layer=rig.layer(scaled_weights(case, factor)))
+        rig.promise("V14", "negated", "base", "layer.out", tokens=tokens, terms={"silenced": 2, "base": -1})
+        session.forward("even_routes", some_routes(case, rank, odd=False))
+        session.forward("odd_routes", some_routes(case, rank, odd=True))
+        rig.promise("V15", "odd_routes", "base", "layer.out", tokens=tokens, terms={"base": 1, "even_routes": -1})
+        session.forward("elsewhere", some_routes(case, rank, odd=False, elsewhere=True))
+        rig.promise("V16", "elsewhere", "even_routes", "layer.out", tokens=tokens, terms={"even_routes": 1})
+        session.forward("once", first_expert(case, rank, twice=False))
+        session.forward("twice", first_expert(case, rank, twice=True))
+        rig.promise("V17", "twice", "once", "layer.out", tokens=tokens, terms={"once": 1})
+
+
+def slot_counts(rig: Rig) -> None:
+    """Generation A: Buffers with other slot counts compute the same."""
+    tokens = in_place(rig.case)
+    with rig.open() as session:
+        session.forward("base", rig.batch())
+    for step, slots in (("one_slot", 1), ("all_slots", None)):
+        with rig.open(slots=slots) as session:
+            session.forward(step, rig.batch())
+        rig.promise("V18", step, "base", "layer.out", tokens=tokens, terms={"base": 1})
+
+
 SCENARIOS: dict[str, Callable[[Rig], None]] = {
     function.__name__: function
     for function in (
@@ -274,9 +344,23 @@ SCENARIOS: dict[str, Callable[[Rig], None]] = {
         abort,
         reload,
         answers,
+        metamorphic,
+        independent,
+        linear,
+        slot_counts,
     )
 }
 
 #: Scenarios that call a Buffer stage by stage, and scenarios that need an engine around it.
-NEEDS_BUFFER = ("variants", "combine_only", "dispatch_only", "packed", "grads", "life", "refusals", "destructive")
+NEEDS_BUFFER = (
+    "variants",
+    "combine_only",
+    "dispatch_only",
+    "packed",
+    "grads",
+    "life",
+    "refusals",
+    "destructive",
+    "slot_counts",
+)
 NEEDS_ENGINE = ("invalid_ids", "abort", "reload", "answers")

@@ -34,8 +34,6 @@ SCENARIOS = (
     "base",
     "two_poisons",
     "marked_slots",
-    "layers",
-    "token_counts",
     "variants",
     "combine_only",
     "dispatch_only",

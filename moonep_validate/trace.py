@@ -24,7 +24,7 @@ from torch import Tensor
 from moonep_validate.case import Case
 from moonep_validate.worlds.comm import Abandoned, PeerFailed
 
-FORMAT = 1
+FORMAT = 2
 _KEY = "moonep_validate"
 _TEXTS = ("proves", "leaves_open", "not_run", "reproducer")
 
@@ -39,7 +39,7 @@ class Part:
 
     Attributes:
         origin: ``real`` (the package under test), ``reference`` (ours) or ``stand-in`` (ours, in a real
-            package's place).
+            package's place), ``none`` (no such stage runs).
         package, version, revision, dirty, editable, url, file: what was imported, see provenance.py.
         policy: ``upstream`` where the part promises upstream's exact plan and rounding, else ``legal``.
         seams: where code was replaced; each lowers the level.
@@ -71,17 +71,32 @@ class Part:
 
 @dataclass(frozen=True)
 class Relation:
-    """A promise between two steps: the named taps of ``step`` equal those of ``base`` bit for bit.
+    """A promise between steps: the named taps of ``step`` equal those of ``base``, moved or summed as it says.
+
+    It is data, so that judging needs neither the case's data nor its scenario.
 
     Attributes:
         id: which promise of docs/contract.md it is an instance of.
         taps: ``op.tensor`` names; of row buffers only the rows inside groups count, the rest is undefined.
+        tokens: for taps of ``[R, S, ...]``: for each token of each rank of ``step`` the token ``rank * S + token``
+            of ``base`` that it must equal, or -1 where nothing is promised. None: each its own.
+        terms: steps and factors whose sum takes the place of ``base``, computed in float64. Without terms the
+            taps agree bit for bit; with them by value: +0 equals -0, and NaN equals nothing.
     """
 
     id: str
     step: str
     base: str
     taps: tuple[str, ...]
+    tokens: tuple[tuple[int, ...], ...] | None = None
+    terms: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Relation:
+        """Read ``asdict`` after a trip through JSON."""
+        tokens = data["tokens"] and tuple(map(tuple, data["tokens"]))
+        terms = tuple((step, factor) for step, factor in data["terms"])
+        return cls(**{**data, "taps": tuple(data["taps"]), "tokens": tokens, "terms": terms})
 
 
 @dataclass
@@ -91,7 +106,8 @@ class Call:
     Attributes:
         step: name of the scenario's step.
         op: ``open``, ``construct``, ``load``, ``poison_slots``, ``dispatch``, ``prefetch``, ``experts``,
-            ``combine``, ``layer``, ``reduce``, ``refusal``, ``close`` or ``buffers``.
+            ``combine``, ``layer``, ``reduce``, ``refusal``, ``close`` or ``buffers``; with the model k3 also
+            ``router``, ``latent``, ``norm``, ``shared`` and ``output``.
         tensors: copies of inputs and outputs, on the CPU.
         info: JSON data.
         error: ``{"type", "message", "where", "peer"}`` if the call raised; ``peer`` says that it only stopped
@@ -289,7 +305,7 @@ class Trace:
             rank, index, name = key.split("/")
             calls[int(rank)][int(index)].tensors[name] = tensor
         parts = {stage: Part.from_json(part) for stage, part in head["parts"].items()}
-        relations = [Relation(**{**relation, "taps": tuple(relation["taps"])}) for relation in head["relations"]]
+        relations = [Relation.from_json(relation) for relation in head["relations"]]
         return cls(
             Case.parse(head["case"]),
             head["subject"],
@@ -314,5 +330,8 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
-        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().tobytes())
+        flat = tensors[name].reshape(-1)
+        if flat.stride() != (1,):  # a tensor of one element counts as contiguous with any stride
+            flat = flat.new_empty(len(flat)).copy_(flat)
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -14,7 +14,26 @@ from typing import Any
 from moonep_validate.case import Case
 from moonep_validate.trace import Part
 
-STAGES = ("life", "load", "prepare", "plan", "dispatch", "prefetch", "experts", "combine", "layer", "reduce")
+STAGES = (
+    "life",
+    "load",
+    "router",
+    "latent",
+    "prepare",
+    "plan",
+    "dispatch",
+    "prefetch",
+    "experts",
+    "combine",
+    "layer",
+    "norm",
+    "shared",
+    "output",
+    "reduce",
+)
+
+#: Stages around the routed experts; only the model ``k3`` has them.
+MODEL_STAGES = ("router", "latent", "norm", "shared", "output")
 
 #: What a result can count as, from weakest to strongest (docs/architecture.md, Statuses and levels).
 LEVELS = ("stand-in", "reference", "patched", "real")

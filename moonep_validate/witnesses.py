@@ -69,7 +69,7 @@ def _equal_payloads(case: Case, step: Step) -> list[str]:
             hidden = step.call("dispatch", rank).tensors["hidden"][:count]
         except LookupError:
             continue
-        if count and (other := seen.setdefault(bits(hidden).numpy().tobytes(), rank)) != rank:
+        if hidden.any() and (other := seen.setdefault(bits(hidden).numpy().tobytes(), rank)) != rank:
             reasons.append(f"ranks {other} and {rank} hold the same payload in step {step.name!r}")
     return reasons
 

@@ -21,7 +21,7 @@ from moonep_validate.trace import Trace, bits, same_bits
 from moonep_validate.verdict import STAGES, Finding, Result
 
 KINDS = ("law", "drop_in")
-_MODULES = ("life", "adapter", "plan", "dispatch", "prefetch", "experts", "combine", "layer", "reduce")
+_MODULES = ("life", "adapter", "plan", "dispatch", "prefetch", "experts", "combine", "layer", "routed", "reduce")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 
 from moonep_validate.checks import Compared, check, differ
 from moonep_validate.facts import Step
+from moonep_validate.oracle.activation import activation_of
 from moonep_validate.oracle.bounds import within
 from moonep_validate.oracle.dense import grouped_rows
 from moonep_validate.problem import PROJECTIONS
@@ -29,7 +30,8 @@ def _rank_rows(s: Step, rank: int) -> Compared:
     index = torch.from_numpy(rows)
     group = torch.from_numpy(s.row_group[rank, rows])
     weights = [s.one("experts", rank, f"weight_{name}") for name in PROJECTIONS]
-    want, variance = grouped_rows(given[index], group, weights, row_weights[index], exact, s.rounds)
+    activation = activation_of(s.case.model)
+    want, variance = grouped_rows(given[index], group, weights, row_weights[index], exact, s.rounds, activation)
     got = out[index].double()
 
     def place(i: tuple[int, ...]) -> dict[str, int]:

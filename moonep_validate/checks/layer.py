@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moonep_validate.checks import Compared, Place, check, differ, differ_bits
+from moonep_validate.checks import Compared, Place, axes, check, differ, differ_bits
 from moonep_validate.contract import Ints
 from moonep_validate.facts import Absent, Missing, Step
+from moonep_validate.oracle.activation import activation_of
 from moonep_validate.oracle.bounds import within
 from moonep_validate.oracle.dense import dense_layer
 from moonep_validate.problem import PROJECTIONS
@@ -21,10 +22,12 @@ def real_rows(s: Step) -> Iterator[Compared]:
     """The output is the first rows of what combine returned"""
     rank, token = np.nonzero(s.real)
     index = torch.from_numpy(rank), torch.from_numpy(token)
-    combined = s.tap("combine", "hidden")
+    combined, out = s.tap("combine", "hidden"), s.tap("layer", "out")
     if not len(rank):
         raise Absent("no rank has a token in this step")
-    yield differ_bits("layer output", combined[index], s.tap("layer", "out")[index], _place(rank, token))
+    dtypes = [str(s.one("layer", of, "out").dtype) for of in range(s.case.R)]  # those of one tap are made the same
+    yield differ("dtype of the layer output", [str(combined.dtype)] * s.case.R, dtypes, axes("rank"))
+    yield differ_bits("layer output", combined[index], out[index].to(combined.dtype), _place(rank, token))
 
 
 @check("M1", "layer")
@@ -43,7 +46,10 @@ def dense_reference(s: Step) -> Iterator[Compared]:
     weights = [s.tap("load", f"local_{name}").flatten(0, 1) for name in PROJECTIONS]
     exact = s.case.fill.name == "ints"
     place = _rank_of(s, rank, token)
-    want, variance = dense_layer(hidden, ids.clamp(min=0), route_weights, weights, place, exact, s.rounds)
+    activation = activation_of(s.case.model)
+    want, variance = dense_layer(
+        hidden, ids.clamp(min=0), route_weights, weights, place, exact, s.rounds, activation
+    )
     bad = None if exact else ~within(want, got.double(), variance)
     yield differ("layer output", want, got.double(), _place(rank, token), bad=bad)
 

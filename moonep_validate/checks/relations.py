@@ -1,11 +1,11 @@
-"""Do two steps that must agree agree bit for bit? One result per promise and stage."""
+"""Do steps that must agree agree, after what the relation says of them? One result per promise and stage."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from moonep_validate.checks import Compared, differ_bits
+from moonep_validate.checks import Compared, differ, differ_bits
 from moonep_validate.facts import Absent, Missing, Step
 from moonep_validate.trace import Relation, Trace
 from moonep_validate.verdict import STAGES, Result
@@ -21,6 +21,16 @@ PROMISES = {
     "V6": "A plan is untouched by later calls",
     "V7": "A recreated or second Buffer gives the same bits",
     "V8": "Another layer on the same slots leaves no trace",
+    "V9": "Tokens in another order have the same outputs",
+    "V10": "Experts under other numbers give the same outputs",
+    "V11": "Tokens on other ranks have the same outputs",
+    "V12": "Half of a batch alone has the same outputs",
+    "V13": "A token's output does not depend on other tokens' values",
+    "V14": "The output is linear in the down projection of an expert",
+    "V15": "The outputs of even and of odd routes add up",
+    "V16": "A route of weight zero contributes nothing, wherever it goes",
+    "V17": "An expert taken twice counts as once with the sum of the weights",
+    "V18": "The number of slots changes nothing",
 }
 
 
@@ -42,7 +52,11 @@ def _judge(step: Step, base: Step, relation: Relation, stage: str, taps: list[st
     try:
         for tap in taps:
             try:
-                compared.append(_compare(step, base, *tap.split(".")))
+                moved = relation.tokens is not None or relation.terms
+                op, name = tap.split(".")
+                compared.append(
+                    _compare_moved(step, relation, op, name) if moved else _compare(step, base, op, name)
+                )
             except Absent as absent:
                 reason = str(absent)
         if not compared:
@@ -72,3 +86,35 @@ def _compare(step: Step, base: Step, op: str, name: str) -> Compared:
             raise Absent("the plan uses no slot")
         want, got = want[used], got[used]
     return differ_bits(what, want, got, lambda i: {"rank": i[0], "element": i[-1]})
+
+
+def _compare_moved(step: Step, relation: Relation, op: str, name: str) -> Compared:
+    """Compare tokens with those that the relation names, or with sums of them, see ``trace.Relation``."""
+    got = step.tap(op, name)
+    ranks, tokens = got.shape[:2]
+    here = torch.arange(ranks * tokens).view(ranks, tokens)
+    there = here if relation.tokens is None else torch.tensor(relation.tokens)
+    if there.shape != here.shape:
+        raise Missing(f"{op}.{name} has {tokens} tokens a rank, the relation names {there.shape[1]}")
+    here, there = here[there >= 0], there[there >= 0]
+    if not len(here):
+        raise Absent("no rank has a token to compare")
+
+    def place(i: tuple[int, ...]) -> dict[str, int]:
+        rank, token = divmod(int(here[i[0]]), tokens)
+        base_rank, base_token = divmod(int(there[i[0]]), tokens)
+        where = {"rank": rank, "token": token, "column": i[-1]}
+        same = (rank, token) == (base_rank, base_token)
+        return where if same else {**where, "base_rank": base_rank, "base_token": base_token}
+
+    mine = got.flatten(0, 1)[here]
+    if not relation.terms:
+        base = step.sibling(relation.base).tap(op, name).flatten(0, 1)[there]
+        return differ_bits(f"{op}.{name} of step {step.name!r} against {relation.base!r}:", base, mine, place)
+    want = torch.zeros(mine.shape, dtype=torch.float64)
+    for other, factor in relation.terms:
+        want += factor * step.sibling(other).tap(op, name).flatten(0, 1)[there].double()
+    against = " ".join(f"{factor:+d} * {other!r}" for other, factor in relation.terms)
+    against = repr(relation.base) if relation.terms == ((relation.base, 1),) else against
+    what = f"{op}.{name} of step {step.name!r} against {against}:"
+    return differ(what, want, mine.double(), place, bad=~(want == mine.double()))

@@ -1,6 +1,7 @@
 """Can the suite fail? Faults are around-functions on named seams, identified by text so that they travel.
 
-A fault is written ``id`` or ``id:name=number,...``, e.g. ``slot-not-filled:rank=1``.
+A fault is written ``id`` or ``id:name=number,...``, e.g. ``slot-not-filled:rank=1``. Faults of an engine also take
+``first`` and ``every``: from which call of their seam on they act, and on each how-manieth call from there.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,16 +17,44 @@ from typing import Any
 
 from moonep_validate.case import CaseError, Spec
 
-_MODULES = ("plan", "dispatch", "prefetch", "experts", "combine", "reduce", "life")
+_MODULES = (
+    "plan",
+    "dispatch",
+    "prefetch",
+    "experts",
+    "combine",
+    "reduce",
+    "life",
+    "load",
+    "adapter",
+    "engine_layer",
+    "routed",
+    "relations",
+)
 SEAMS = (
     "buffer.construct",
     "buffer.dispatch",
     "buffer.prefetch_weight",
+    "weights",
     "experts",
     "buffer.combine",
     "buffer.reduce_grad",
     "buffer.destroy",
+    "engine.load",
+    "engine.dispatch",
+    "engine.experts",
+    "engine.layer",
+    "model.router",
+    "model.latent",
+    "model.activation",
+    "model.norm",
+    "model.shared",
+    "model.output",
 )
+#: When a fault of an engine acts: from call ``first`` on, counted from 0, on each ``every``-th.
+_TURNS = {"first": 0, "every": 1}
+#: Seams that a tap on an engine's Buffer has too.
+_BOTH = ("buffer.construct", "buffer.dispatch", "buffer.prefetch_weight", "buffer.combine", "buffer.destroy")
 
 
 @dataclass(frozen=True)
@@ -54,6 +84,7 @@ class Fault:
         stage: the stage at which it must be located.
         bugs: ids of public bugs and fault kinds that it stands for.
         defaults: its parameters.
+        crashes: whether raising, hanging or ending a rank is what it does; else a crash is an accident.
     """
 
     id: str
@@ -63,19 +94,32 @@ class Fault:
     summary: str
     function: Callable[..., Any]
     defaults: dict[str, int]
+    crashes: bool = False
+
+    @property
+    def for_engine(self) -> bool | None:
+        """True if only an engine has its seam, False if only a bare Buffer has, None if both have."""
+        if self.seam.startswith("engine."):
+            return True
+        return None if self.seam in _BOTH else False
 
 
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(id: str, on: str, stage: str, bugs: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def fault(
+    id: str, on: str, stage: str, bugs: str = "", crashes: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register an around-function ``f(call, *args, rank=..., **kwargs)``; keyword defaults are parameters."""
     assert on in SEAMS
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         parameters = inspect.signature(function).parameters.values()
         defaults = {p.name: p.default for p in parameters if isinstance(p.default, int)}
-        FAULTS[id] = Fault(id, on, stage, bugs, (function.__doc__ or "").splitlines()[0], function, defaults)
+        defaults |= _TURNS if on.startswith("engine.") else {}
+        FAULTS[id] = Fault(
+            id, on, stage, bugs, (function.__doc__ or "").splitlines()[0], function, defaults, crashes
+        )
         return function
 
     return register
@@ -104,6 +148,8 @@ def _parameters(spec: Spec) -> dict[str, int]:
         if not value.lstrip("-").isdigit():
             raise CaseError(f"fault {spec.name!r}: {name} is {value!r}, a whole number is needed")
         values[name] = int(value)
+    if values.get("every", 1) < 1:
+        raise CaseError(f"fault {spec.name!r}: every is {values['every']}, 1 or more is needed")
     return values
 
 
@@ -122,8 +168,22 @@ class Seams:
         """``function`` with this seam's faults around it."""
         for spec in self.faults:
             if FAULTS[spec.name].seam == seam:
-                function = partial(FAULTS[spec.name].function, Next(self.rank, function), **_parameters(spec))
+                values = _parameters(spec)
+                first, every = (values.pop(name, default) for name, default in _TURNS.items())
+                faulty = partial(FAULTS[spec.name].function, Next(self.rank, function), **values)
+                function = faulty if (first, every) == (0, 1) else _in_turn(faulty, function, first, every)
         return function
+
+
+def _in_turn(faulty: Callable[..., Any], plain: Callable[..., Any], first: int, every: int) -> Callable[..., Any]:
+    """``faulty`` from call ``first`` on, on each ``every``-th; ``plain`` else."""
+    calls = itertools.count(-first)
+
+    def either(*args: Any, **kwargs: Any) -> Any:
+        turn = next(calls)
+        return (plain if turn < 0 or turn % every else faulty)(*args, **kwargs)
+
+    return either
 
 
 for _module in _MODULES:

@@ -36,7 +36,7 @@ def _(call: Next, plan: Any, rows: Tensor, *args: Any, rank: int = 1, **kwargs: 
 @fault("combine-applies-weights", on="buffer.combine", stage="combine", bugs="K01 K05")
 def _(call: Next, plan: Any, rows: Tensor, weights: Any = None, *args: Any, rank: int = 1, **kwargs: Any) -> Any:
     """One rank multiplies its rows by the route weights, which combine must not."""
-    if call.rank == rank and not kwargs.get("zero_copy"):
+    if call.rank == rank and weights is not None and not kwargs.get("zero_copy"):
         rows = (rows.float() * weights[:, None]).bfloat16()
     return call(plan, rows, weights, *args, **kwargs)
 
@@ -92,3 +92,20 @@ def _(call: Next, *args: Any, rank: int = 1, **kwargs: Any) -> Any:
     if call.rank == rank:
         result[0].view(torch.int16).bitwise_and_(~1)
     return result
+
+
+@fault("zero-copy-drops-duplicates", on="buffer.combine", stage="combine", bugs="K09 K24")
+def _(call: Next, plan: Any, *args: Any, rank: int = 1, **kwargs: Any) -> Any:
+    """With zero-copy, one rank does not add the duplicate rows of a token."""
+    if call.rank == rank and kwargs.get("zero_copy"):
+        plan = replace(plan, dup_counts=torch.zeros_like(plan.dup_counts))
+    return call(plan, *args, **kwargs)
+
+
+@fault("duplicates-dropped-later", on="buffer.combine", stage="combine", bugs="K22 K24 K28")
+def _(call: Next, plan: Any, *args: Any, rank: int = 1, after: int = 1, **kwargs: Any) -> Any:
+    """From some call on, one rank does not add the duplicate rows of a token: the first steps are right."""
+    calls = call.memory["calls"] = call.memory.get("calls", 0) + 1
+    if call.rank == rank and calls > after:
+        plan = replace(plan, dup_counts=torch.zeros_like(plan.dup_counts))
+    return call(plan, *args, **kwargs)

@@ -33,7 +33,8 @@ def _(call: Next, *args: Any, rank: int = 1, **kwargs: Any) -> Any:
     """Rows pass through a float32 addition: NaN payloads and -0.0 are lost."""
     result = call(*args, **kwargs)
     if call.rank == rank:
-        result[0].copy_((result[0].float() + 0.0).bfloat16())
+        end = None if result[2] is None else int(result[2][-1])  # what is undefined anyway stays as it is
+        result[0][:end] = (result[0][:end].float() + 0.0).bfloat16()
     return result
 
 
@@ -125,4 +126,16 @@ def _(call: Next, hidden: Any, weights: Any = None, *args: Any, rank: int = 1, *
     result = call(hidden, weights, *args, **kwargs)
     if call.rank == rank and weights is None:
         result[0].zero_()
+    return result
+
+
+@fault("plan-storage-reused", on="buffer.dispatch", stage="plan", bugs="K24 K25")
+def _(call: Next, *args: Any, rank: int = 1, **kwargs: Any) -> Any:
+    """A dispatch writes its plan into the storage of the one before, which a caller may still hold."""
+    result = call(*args, **kwargs)
+    before = call.memory.get("plan")
+    if call.rank == rank and before is not None and kwargs.get("plan") is None:
+        before.dst.copy_(result[3].dst)
+    if kwargs.get("plan") is None:
+        call.memory["plan"] = result[3]
     return result

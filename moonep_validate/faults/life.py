@@ -8,7 +8,7 @@ from typing import Any
 from moonep_validate.faults import Next, fault
 
 
-@fault("rank-raises", on="buffer.prefetch_weight", stage="prefetch", bugs="K12")
+@fault("rank-raises", on="buffer.prefetch_weight", stage="prefetch", bugs="K12", crashes=True)
 def _(call: Next, *args: Any, rank: int = 1, **kwargs: Any) -> Any:
     """One rank raises instead of prefetching."""
     if call.rank == rank:
@@ -16,7 +16,7 @@ def _(call: Next, *args: Any, rank: int = 1, **kwargs: Any) -> Any:
     return call(*args, **kwargs)
 
 
-@fault("rank-never-returns", on="buffer.combine", stage="combine", bugs="B39 B43 K11 K12")
+@fault("rank-never-returns", on="buffer.combine", stage="combine", bugs="B39 B43 K11 K12", crashes=True)
 def _(call: Next, *args: Any, rank: int = 1, **kwargs: Any) -> Any:
     """One rank never comes back from combine."""
     while call.rank == rank:
@@ -24,7 +24,7 @@ def _(call: Next, *args: Any, rank: int = 1, **kwargs: Any) -> Any:
     return call(*args, **kwargs)
 
 
-@fault("rank-skips-combine", on="buffer.combine", stage="combine", bugs="B42 K12")
+@fault("rank-skips-combine", on="buffer.combine", stage="combine", bugs="B42 K12", crashes=True)
 def _(call: Next, plan: Any, rows: Any, weights: Any = None, *args: Any, rank: int = 1, **kwargs: Any) -> Any:
     """One rank leaves out the collective combine and goes on."""
     if call.rank != rank:
@@ -51,7 +51,7 @@ def _(call: Next, *args: Any, **kwargs: Any) -> Any:
     return buffer
 
 
-@fault("destroy-fails", on="buffer.destroy", stage="life", bugs="K23")
+@fault("destroy-fails", on="buffer.destroy", stage="life", bugs="K23", crashes=True)
 def _(call: Next, *args: Any, rank: int = 1, **kwargs: Any) -> Any:
     """Destroy raises on one rank."""
     if call.rank == rank:

@@ -135,3 +135,13 @@ def _(call: Next, *args: Any, rank: int = 1, **kwargs: Any) -> Any:
     result = call(*args, **kwargs)
     dst = result[3].dst
     return _with_plan(result, dst=dst.repeat_interleave(2)[::2]) if call.rank == rank else result
+
+
+@fault("groups-dealt-evenly", on="buffer.dispatch", stage="plan", bugs="K13 B46")
+def _(call: Next, *args: Any, rank: int = 1, **kwargs: Any) -> Any:
+    """One rank's cu_seqlens deal its rows evenly to all groups, whatever the plan says."""
+    rows, weights, cu_seqlens, plan, *rest = call(*args, **kwargs)
+    if call.rank == rank and cu_seqlens is not None:
+        groups = len(cu_seqlens)
+        cu_seqlens = (torch.arange(1, groups + 1) * int(cu_seqlens[-1]) // groups).to(cu_seqlens)
+    return rows, weights, cu_seqlens, plan, *rest

@@ -122,3 +122,11 @@ def _(call: Next, plan: Any, *, rank: int = 1, **tensors: Any) -> Any:
         name = "full_gate_weight" if "full_gate_weight" in tensors else "local_gate_weight"
         tensors[name][own, 0, 0] += 1
     return result
+
+
+@fault("empty-plan-refused", on="buffer.prefetch_weight", stage="prefetch", bugs="K11", crashes=True)
+def _(call: Next, plan: Any, *args: Any, rank: int = 1, **kwargs: Any) -> Any:
+    """One rank's prefetch raises where the plan has nothing to copy."""
+    if call.rank == rank and not (plan.experts_to_copy >= 0).any():
+        raise ValueError("nothing to prefetch")
+    return call(plan, *args, **kwargs)

@@ -1,8 +1,9 @@
 """What is the mixture of experts, densely, in float64? With the error that correct BF16 code may have.
 
-``y = w * down @ (silu(gate @ x) * (up @ x))``, summed over a token's K experts. The variances follow the
-rounding points of a BF16 implementation: gate, up, activation, down and weighted row, then one partial sum per
-destination rank with several rows, then the token's sum (docs/contract.md, C1).
+``y = w * down @ (silu(gate @ x) * (up @ x))``, summed over a token's K experts; other models have
+another activation. The variances follow the rounding points of a BF16 implementation: gate, up, activation, down
+and weighted row, then one partial sum per destination rank with several rows, then the token's sum
+(docs/contract.md, C1).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moonep_validate.oracle.activation import SILU, Activation
 from moonep_validate.oracle.bounds import accumulation_variance, rounding_variance
 
 #: Rounding points that an experts part may declare beyond those of the reference experts: the SiLU by itself is
@@ -19,8 +21,53 @@ from moonep_validate.oracle.bounds import accumulation_variance, rounding_varian
 ROUNDS = ("silu", "route_weight", "weighted_activation")
 
 
+def gated_mlp(
+    x: Tensor, weights: Sequence[Tensor], exact: bool, rounds: Sequence[str] = (), activation: Activation = SILU
+) -> tuple[Tensor, Tensor]:
+    """``down @ (gate_factor(gate @ x) * up_factor(up @ x))``, before any route weight.
+
+    The errors of g and u travel through the activation by its own derivatives.
+
+    Args:
+        x: ``[n, H]``.
+        weights: gate and up ``[I, H]``, down ``[H, I]``.
+        exact: the data leaves nothing to round, so the variance is zero and is not computed.
+        rounds: further rounding points, of ``ROUNDS``.
+        activation: what is between the matrix products.
+
+    Returns:
+        Output and error variance, both ``[n, H]``, float64, or float32 if ``exact``.
+    """
+    # Exact data are integers below 2**24 in every sum, so float32 gives the float64 result, in half the time.
+    kind = torch.float32 if exact else torch.float64
+    x, gate, up, down = (tensor.to(kind) for tensor in (x, *weights))
+    g, u = x @ gate.T, x @ up.T
+    (gated, gate_slope), (linear, up_slope) = activation.gate(g), activation.up(u)
+    inner = gated * linear
+    y = inner @ down.T
+    if exact:
+        return y, torch.zeros_like(y)
+    variance_g = rounding_variance(g) + accumulation_variance(x**2 @ (gate**2).T, x.shape[1])
+    variance_u = rounding_variance(u) + accumulation_variance(x**2 @ (up**2).T, x.shape[1])
+    variance = (gate_slope * linear) ** 2 * variance_g + (gated * up_slope) ** 2 * variance_u
+    variance += rounding_variance(inner)
+    if "silu" in rounds:
+        variance += linear**2 * rounding_variance(gated)
+    if "weighted_activation" in rounds:
+        variance += rounding_variance(inner)  # of the weighted one, whose relative error is of the same size
+    variance = variance @ (down**2).T + accumulation_variance(inner**2 @ (down**2).T, down.shape[1])
+    if "weighted_activation" not in rounds:
+        variance += rounding_variance(y)
+    return y, variance
+
+
 def expert_rows(
-    x: Tensor, weights: Sequence[Tensor], route_weights: Tensor, exact: bool, rounds: Sequence[str] = ()
+    x: Tensor,
+    weights: Sequence[Tensor],
+    route_weights: Tensor,
+    exact: bool,
+    rounds: Sequence[str] = (),
+    activation: Activation = SILU,
 ) -> tuple[Tensor, Tensor]:
     """One expert on some rows.
 
@@ -28,35 +75,15 @@ def expert_rows(
         x: ``[n, H]``.
         weights: gate and up ``[I, H]``, down ``[H, I]``.
         route_weights: ``[n]``.
-        exact: the data leaves nothing to round, so the variance is zero and is not computed.
-        rounds: further rounding points, of ``ROUNDS``.
+        exact, rounds, activation: see ``gated_mlp``.
 
     Returns:
         Output and error variance, both float64 ``[n, H]``.
     """
-    # Exact data are integers below 2**24 in every sum, so float32 gives the float64 result, in half the time.
-    kind = torch.float32 if exact else torch.float64
-    x, gate, up, down = (tensor.to(kind) for tensor in (x, *weights))
-    scale = route_weights.to(kind)[:, None]
-    g, u = x @ gate.T, x @ up.T
-    sigmoid = torch.sigmoid(g)
-    silu = g * sigmoid
-    activation = silu * u
-    y = activation @ down.T
+    y, variance = gated_mlp(x, weights, exact, rounds, activation)
+    scale = route_weights.to(y.dtype)[:, None]
     if exact:
-        y = (scale * y).double()
-        return y, torch.zeros_like(y)
-    slope = sigmoid * (1 + g * (1 - sigmoid))
-    variance_g = rounding_variance(g) + accumulation_variance(x**2 @ (gate**2).T, x.shape[1])
-    variance_u = rounding_variance(u) + accumulation_variance(x**2 @ (up**2).T, x.shape[1])
-    variance = (slope * u) ** 2 * variance_g + silu**2 * variance_u + rounding_variance(activation)
-    if "silu" in rounds:
-        variance += u**2 * rounding_variance(silu)
-    if "weighted_activation" in rounds:
-        variance += rounding_variance(activation)  # of the weighted one, whose relative error is of the same size
-    variance = variance @ (down**2).T + accumulation_variance(activation**2 @ (down**2).T, down.shape[1])
-    if "weighted_activation" not in rounds:
-        variance += rounding_variance(y)
+        return (scale * y).double(), variance.double()
     variance = variance * scale**2 + rounding_variance(scale * y)
     if "route_weight" in rounds:
         variance += y**2 * rounding_variance(scale)
@@ -70,6 +97,7 @@ def grouped_rows(
     route_weights: Tensor,
     exact: bool,
     rounds: Sequence[str] = (),
+    activation: Activation = SILU,
 ) -> tuple[Tensor, Tensor]:
     """Rows that belong to different groups.
 
@@ -78,7 +106,7 @@ def grouped_rows(
         group: ``[n]``, index of each row's group.
         weights: gate and up ``[groups, I, H]``, down ``[groups, H, I]``.
         route_weights: ``[n]``.
-        exact, rounds: see ``expert_rows``.
+        exact, rounds, activation: see ``gated_mlp``.
 
     Returns:
         Output and error variance, both float64 ``[n, H]``.
@@ -91,7 +119,7 @@ def grouped_rows(
         if count:
             rows = order[begin : begin + count]
             mine = [weight[index] for weight in weights]
-            result = expert_rows(x[rows], mine, route_weights[rows], exact, rounds)
+            result = expert_rows(x[rows], mine, route_weights[rows], exact, rounds, activation)
             out[rows], begin = result[0], begin + count
             if not exact:
                 variance[rows] = result[1]
@@ -106,6 +134,7 @@ def dense_layer(
     rank_of: Tensor | None,
     exact: bool,
     rounds: Sequence[str] = (),
+    activation: Activation = SILU,
 ) -> tuple[Tensor, Tensor]:
     """Tokens of any ranks.
 
@@ -115,14 +144,15 @@ def dense_layer(
         topk_weights: ``[..., K]``.
         weights: gate and up ``[E, I, H]``, down ``[E, H, I]``.
         rank_of: ``[..., K]``, where each route is computed; None counts each route as a rank of its own.
-        exact, rounds: see ``expert_rows``.
+        exact, rounds, activation: see ``gated_mlp``.
 
     Returns:
         Output and error variance, both float64 ``[..., H]``.
     """
     top_k, width = topk_ids.shape[-1], hidden.shape[-1]
     x = hidden.reshape(-1, width).repeat_interleave(top_k, dim=0)
-    rows, variance = grouped_rows(x, topk_ids.flatten(), weights, topk_weights.flatten(), exact, rounds)
+    scale = topk_weights.flatten()
+    rows, variance = grouped_rows(x, topk_ids.flatten(), weights, scale, exact, rounds, activation)
     rows, variance = rows.view(-1, top_k, width), variance.view(-1, top_k, width)
     total = rows.sum(dim=1)
     if exact:

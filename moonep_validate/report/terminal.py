@@ -46,7 +46,7 @@ def show_evidence(console: Console, trace: Trace) -> None:
     stages: dict[Part, list[str]] = {}
     for stage, part in trace.parts.items():
         stages.setdefault(part, []).append(stage)
-    for part, names in stages.items():
+    for part, names in ((part, names) for part, names in stages.items() if part.origin != "none"):
         console.print(
             f"evidence: [bold]{part.origin}[/bold] {escape(describe(part))} for {', '.join(names)}",
             highlight=False,

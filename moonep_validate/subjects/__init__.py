@@ -12,8 +12,9 @@ from moonep_validate.rig import Rig, Session
 from moonep_validate.scenarios import NEEDS_ENGINE
 from moonep_validate.subjects.adapter import detect_generation, import_module
 from moonep_validate.subjects.composed import ComposedSession
+from moonep_validate.subjects.routed import RoutedSession
 from moonep_validate.trace import Part
-from moonep_validate.verdict import STAGES
+from moonep_validate.verdict import MODEL_STAGES, STAGES
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class _RelaxedB(moonep_b.Buffer):
 
 
 _EXPERTS = Part("reference", "moonep_validate.reference.experts", __version__, policy="upstream")
+#: What stands behind a stage that a subject does not have.
+NOTHING = Part("none", "nothing", "-")
 _REFERENCE = Part("reference", "moonep_validate.reference", __version__, policy="upstream")
 
 
@@ -60,7 +63,8 @@ def _needs_engine(case: Case) -> str | None:
 
 def _open_reference(rig: Rig) -> ComposedSession:
     buffer = _RelaxedA if rig.case.generation == "A" else _RelaxedB
-    return ComposedSession(rig, buffer, rig.comm)
+    session = RoutedSession if rig.case.model.name == "k3" else ComposedSession
+    return session(rig, buffer, rig.comm)
 
 
 REFERENCE = Subject(
@@ -93,6 +97,8 @@ def module_subject(name: str, generation: str, part: Part, relaxed: bool, destru
             return "not portable to hardware (H, I multiples of 128; R even or E/R % 4 == 0); see --relaxed"
         if case.scenario.name == "destructive" and not destructive:
             return "it may trap, hang or end the process; see --destructive"
+        if case.model.name != "moe":
+            return f"model {case.model} runs on the embedded reference; leave --moonep-module out"
         return _needs_engine(case)
 
     def open_module(rig: Rig) -> ComposedSession:
@@ -106,7 +112,12 @@ def module_subject(name: str, generation: str, part: Part, relaxed: bool, destru
         world="processes",
         supports=supports,
         open=open_module,
-        parts={**dict.fromkeys(STAGES, part), "experts": _EXPERTS, "layer": _EXPERTS},
+        parts={
+            **dict.fromkeys(STAGES, part),
+            **dict.fromkeys(MODEL_STAGES, NOTHING),
+            "experts": _EXPERTS,
+            "layer": _EXPERTS,
+        },
         generations=(generation,),
         proves=f"{ours}{name} {part.version} keeps the contract from plan to combine on these cases",
         leaves_open="experts were this project's reference, ranks were CPU processes with gloo, no engine ran",

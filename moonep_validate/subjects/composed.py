@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moonep_validate.contract import Layout
-from moonep_validate.problem import PROJECTIONS, Batch, expert_weights, projection_shapes
+from moonep_validate.problem import PROJECTIONS, Batch, projection_shapes
 from moonep_validate.reference.experts import grouped_experts
 from moonep_validate.rig import Dispatched, Rig
 from moonep_validate.subjects.adapter import Gradients, Slots, make_buffer
@@ -51,6 +51,7 @@ class ComposedSession:
             if hasattr(self.buffer, name)
         }
         self._experts = rig.seams.around("experts", grouped_experts)
+        self._expert_weights = rig.seams.around("weights", rig.expert_weights)
         self.shapes = projection_shapes(case)
         self._weights: Slots | None = None
         self.layer: int | None = None
@@ -77,7 +78,7 @@ class ComposedSession:
             return
         with self.rig.recorder.call(f"load {layer}", "load", layer=layer) as call:
             ranks = range(self.case.R) if weights.needs_all_experts else [self.rank]
-            parts = [expert_weights(self.case, rank, layer) for rank in ranks]
+            parts = [self._expert_weights(rank, layer) for rank in ranks]
             weights.load({name: torch.cat([part[name] for part in parts]) for name in PROJECTIONS})
             call.put(**{f"local_{name}": weights.local(name) for name in PROJECTIONS})
         self.layer = layer
@@ -134,7 +135,8 @@ class ComposedSession:
             route_weights: whether route weights are sent.
             flags: ``zero_copy``, ``async_finish``.
         """
-        with self.rig.recorder.call(step, "dispatch", replay=replay is not None, **flags) as call:
+        given = {"replay": replay is not None, "slots": self.layout.num_slots}
+        with self.rig.recorder.call(step, "dispatch", **given, **flags) as call:
             call.put(hidden=batch.hidden, topk_ids=batch.topk_ids)
             call.put(topk_weights=batch.topk_weights if route_weights else None)
             sent = self._dispatch(call, batch, replay, route_weights, flags)

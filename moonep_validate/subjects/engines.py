@@ -19,11 +19,11 @@ from moonep_validate.case import Case, CaseError
 from moonep_validate.provenance import provenance
 from moonep_validate.rig import Rig
 from moonep_validate.scenarios import NEEDS_BUFFER
-from moonep_validate.subjects import Subject, tap
+from moonep_validate.subjects import NOTHING, Subject, tap
 from moonep_validate.subjects.integration import Integration, Started
 from moonep_validate.subjects.layer import LayerSession, uninitialised_memory_is_poison
 from moonep_validate.trace import Part
-from moonep_validate.verdict import STAGES
+from moonep_validate.verdict import MODEL_STAGES, STAGES
 
 #: Tells a worker which device its tensors live on.
 DEVICE = "MOONEP_VALIDATE_DEVICE"
@@ -135,6 +135,8 @@ def engine_subject(
             return f"gen{case.generation}: taps on an engine know MoonEP's generation A; use genA"
         if case.scenario.name in NEEDS_BUFFER:
             return f"the scenario {case.scenario} calls a Buffer by itself; an engine has no such door"
+        if case.model.name != "moe":
+            return f"model {case.model} runs on the embedded reference; leave --subject out"
         return integration(engine).supports(case)
 
     ours = "" if moonep and moonep.origin == "real" else ", moonep was this project's stand-in"
@@ -152,7 +154,8 @@ def engine_subject(
 
 
 def _parts(moonep: Part, engine: Part) -> Mapping[str, Part]:
-    return {stage: moonep if stage in _MOONEP else engine for stage in STAGES}
+    parts = {stage: moonep if stage in _MOONEP else engine for stage in STAGES}
+    return parts | dict.fromkeys(MODEL_STAGES, NOTHING)
 
 
 def _open(engine: str, rig: Rig, device: str) -> LayerSession:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moonep_validate.case import Case
-from moonep_validate.problem import PROJECTIONS, Batch, expert_weights
+from moonep_validate.problem import PROJECTIONS, Batch
 from moonep_validate.rig import Rig
 from moonep_validate.subjects import tap as taps
 from moonep_validate.subjects.integration import Integration, MoELayer
@@ -18,10 +19,18 @@ from moonep_validate.trace import Call
 from moonep_validate.worlds.comm import CollectiveError
 
 
-def checkpoint(case: Case, layer: int) -> Iterator[tuple[int, str, Tensor]]:
-    """All experts of a layer as a checkpoint holds them: (expert, projection, tensor)."""
+def checkpoint(
+    weights_of: Callable[[int, int], dict[str, Tensor]], case: Case, layer: int
+) -> Iterator[tuple[int, str, Tensor]]:
+    """All experts of a layer as a checkpoint holds them: (expert, projection, tensor).
+
+    Args:
+        weights_of: (rank, layer) -> the weights of its experts.
+        case: the geometry.
+        layer: which.
+    """
     for rank in range(case.R):
-        weights = expert_weights(case, rank, layer)
+        weights = weights_of(rank, layer)
         for local in range(case.experts_per_rank):
             for name in PROJECTIONS:
                 yield rank * case.experts_per_rank + local, name, weights[name][local]
@@ -44,6 +53,8 @@ class LayerSession:
         taps.watch(self.tap)
         self.tap.begin("open")
         self._layers: dict[int, MoELayer] = {}
+        self._read = rig.seams.around("engine.load", partial(checkpoint, rig.expert_weights))
+        self._forward = rig.seams.around("engine.layer", _forward)
         integration.open(rig.case)
 
     def layer(self, index: int) -> MoELayer:
@@ -55,15 +66,19 @@ class LayerSession:
         return self._layers[index]
 
     def _checkpoint(self, index: int) -> Callable[[], Iterator[tuple[int, str, Tensor]]]:
-        return lambda: checkpoint(self.case, index)
+        return lambda: self._read(self.case, index)
 
     @contextmanager
     def _load(self, index: int) -> Iterator[Call]:
-        """The recorded call of a load; its tensors are the bytes of the checkpoint, of this rank's experts."""
-        weights = expert_weights(self.case, self.rig.comm.rank, index)
+        """The recorded call of a load; its tensors are the bytes of the checkpoint, of this rank's experts.
+
+        What is not loaded must show: memory of an earlier case may hold the very bytes that are missing.
+        """
+        weights = self.rig.expert_weights(self.rig.comm.rank, index)
         with self.rig.recorder.call(f"load {index}", "load", layer=index) as call:
             call.put(**{f"local_{name}": weights[name] for name in PROJECTIONS})
-            yield call
+            with uninitialised_memory_is_poison():
+                yield call
 
     def forward(
         self,
@@ -89,7 +104,7 @@ class LayerSession:
         """
         living, tokens = self.layer(layer), batch.tokens
         counts = self.rig.comm.exchange("tokens", tokens)
-        self.tap.begin(step, mark)
+        self.tap.begin(step, batch, mark)
         held = layer if weights is None else weights
         with self.rig.recorder.call(step, "layer", layer=held, marked=mark, tokens=tokens) as call:
             call.put(hidden=batch.hidden, topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
@@ -109,13 +124,14 @@ class LayerSession:
             t[: batch.tokens].to(self.device) for t in (batch.hidden, batch.topk_weights, batch.topk_ids)
         )
         with uninitialised_memory_is_poison():
-            return layer.forward(hidden, weights, ids, counts).detach().to("cpu", copy=True)
+            out: Tensor = self._forward(layer, hidden, weights, ids, counts)
+        return out.detach().to("cpu", copy=True)
 
     def abort(self, step: str, batch: Batch) -> None:
         """A step in which combine raises on every rank, as a failed kernel would."""
         living = self.layer(0)
         counts = self.rig.comm.exchange("tokens", batch.tokens)
-        self.tap.begin(step, fail=True)
+        self.tap.begin(step, batch, fail=True)
         with self.rig.recorder.call(step, "refusal", what="an exception inside the layer, passed on") as call:
             try:
                 self._run(living, batch, counts)
@@ -158,6 +174,11 @@ class LayerSession:
         taps.watch(None)
         with self.rig.recorder.call("closed", "buffers", living=taps.living()):
             taps.forget()  # the next case is not to blame
+
+
+def _forward(layer: MoELayer, hidden: Tensor, weights: Tensor, ids: Tensor, counts: list[int]) -> Tensor:
+    """What the seam of a whole layer is around."""
+    return layer.forward(hidden, weights, ids, counts)
 
 
 @contextmanager

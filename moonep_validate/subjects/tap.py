@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moonep_validate.problem import PROJECTIONS
+from moonep_validate.problem import PROJECTIONS, Batch
 from moonep_validate.rig import Dispatched, Rig
 from moonep_validate.subjects.composed import PLAN_FIELDS
 
@@ -30,6 +30,7 @@ class Tap:
 
     Attributes:
         step: name that the next calls are recorded under.
+        given: what the layer was given in this step; a fault that plays a wrong adapter starts from it.
         mark: change the sign of the slots' down projection after prefetch.
         fail: raise ``Injected`` at the next combine.
         sent: the last dispatch.
@@ -39,6 +40,7 @@ class Tap:
 
     rig: Rig
     step: str = ""
+    given: Batch | None = None
     mark: bool = False
     fail: bool = False
     sent: Dispatched | None = None
@@ -46,13 +48,13 @@ class Tap:
     dispatches: int = 0
     _seams: dict[tuple[str, int], Callable[..., Any]] = field(default_factory=dict)
 
-    def begin(self, step: str, mark: bool = False, fail: bool = False) -> None:
+    def begin(self, step: str, given: Batch | None = None, mark: bool = False, fail: bool = False) -> None:
         """A new step; nothing of the one before is left."""
-        self.step, self.mark, self.fail = step, mark, fail
+        self.step, self.given, self.mark, self.fail = step, given, mark, fail
         self.sent, self.full, self.dispatches = None, {}, 0
 
     def _around(self, seam: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A Buffer's method with the faults of a seam; a fault keeps its memory as long as its Buffer."""
+        """A method of a Buffer or of a tap with the faults of a seam; their memory lasts as long as its object."""
         key = seam, id(method.__self__)  # type: ignore[attr-defined]
         if key not in self._seams:
             self._seams[key] = self.rig.seams.around(seam, method)
@@ -60,20 +62,30 @@ class Tap:
 
     def construct(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Note which Buffer is built in which step."""
+
+        def build() -> object:
+            function(*args, **kwargs)
+            return function.__self__  # type: ignore[attr-defined]
+
         sizes = {name: kwargs[name] for name in ("S", "H", "K", "E", "B", "token_padding") if name in kwargs}
         with self.rig.recorder.call(self.step, "construct", **sizes):
-            function(*args, **kwargs)
+            self.rig.seams.around("buffer.construct", build)()
 
-    def dispatch(
+    def dispatch(self, function: Callable[..., Any], *args: Any, **flags: Any) -> Any:
+        """Dispatch as the engine asks, or as the faults of its adapter make it ask."""
+        return self._around("engine.dispatch", self._dispatch)(function, self.given, *args, **flags)
+
+    def _dispatch(
         self,
         function: Callable[..., Any],
+        given: Batch | None,
         hidden: Tensor,
         weights: Tensor | None = None,
         ids: Tensor | None = None,
         counts: Tensor | None = None,
         **flags: Any,
     ) -> Any:
-        """Record a dispatch, then poison the rows after the last group."""
+        """Record a dispatch, then poison the rows after the last group; ``given`` is for faults."""
         self.dispatches += 1
         with self.rig.recorder.call(self.step, "dispatch") as call:
             call.put(hidden=hidden, topk_ids=ids, topk_weights=weights, tokens_per_expert=counts)
@@ -82,7 +94,7 @@ class Tap:
             call.put(rows=rows, row_weights=row_weights, cu_seqlens=cu_seqlens)
             call.put(**{name: getattr(plan, name) for name in PLAN_FIELDS})
             call.unchanged(hidden=hidden, topk_ids=ids, topk_weights=weights)
-            call.note(rows=rows, row_weights=row_weights, cu_seqlens=cu_seqlens)
+            call.note(rows=rows, row_weights=row_weights, cu_seqlens=cu_seqlens, dst=plan.dst)
         self.sent = Dispatched(rows, row_weights, cu_seqlens, plan)
         self.rig.poison(rows[self.sent.end :])
         return out
@@ -106,19 +118,27 @@ class Tap:
             self.full["down"][slots].neg_()
         return out
 
-    def combine(
+    def combine(self, function: Callable[..., Any], *args: Any, **flags: Any) -> Any:
+        """Combine what the engine's experts computed, or what the faults behind them make of it."""
+        if self.fail:
+            self.fail = False
+            raise Injected("a failure between prepare and finalize, injected by moonep-validate")
+        return self._around("engine.experts", self._combine)(function, self.sent, *args, **flags)
+
+    def _combine(
         self,
         function: Callable[..., Any],
+        given: Dispatched | None,
         plan: Any,
         hidden_nvsh: Tensor,
         route_weights_nvs: Tensor | None = None,
         **flags: Any,
     ) -> Any:
-        """Record the experts, whose output this is, and the combine; undefined rows hold poison."""
+        """Record the experts, whose output this is, and the combine; undefined rows hold poison.
+
+        ``given``, the dispatch that this belongs to, is for faults.
+        """
         recorder = self.rig.recorder
-        if self.fail:
-            self.fail = False
-            raise Injected("a failure between prepare and finalize, injected by moonep-validate")
         if self.sent is not None:
             with recorder.call(self.step, "experts") as call:
                 sent = self.sent

@@ -29,7 +29,12 @@ CASE_A = CASE.but(generation="A")
 LIFE = Case.parse(f"genB+{SIZES}+hot:1+life")
 REFUSALS = Case.parse(f"genB+{SIZES}+refusals")
 EQUAL_LOADS = Case.parse(f"genB+{SIZES}+balanced")
+K3 = Case.parse(f"genB+{SIZES}+zipf:1.0+fill:real+k3")
 FEW_SLOTS = Case.parse("genA+R4+E16+K4+S17+H24+I20+slots1+overflow")
+METAMORPHIC = Case.parse(f"genB+{SIZES}+hot:1+metamorphic")
+INDEPENDENT = Case.parse(f"genB+{SIZES}+hot:1+fill:real+independent")
+LINEAR = Case.parse(f"genB+{SIZES}+hot:1+linear")
+SLOT_COUNTS = Case.parse(f"genA+{SIZES}+hot:1+slot_counts")
 
 
 def call(trace: Trace, op: str, rank: int = 1, step: str = "base") -> Call:
@@ -308,7 +313,50 @@ def step_after_an_exception_differs(trace: Trace) -> None:
     flip_sign("layer", "out", "repeat")(trace)
 
 
+def another_expert_is_chosen(trace: Trace) -> None:
+    ids = tensor(trace, "router", "ids")
+    ids[2, 1] = next(e for e in range(12) if e not in ids[2])
+
+
+def one_expert_is_chosen_twice(trace: Trace) -> None:
+    ids = tensor(trace, "router", "ids")
+    ids[2, 1] = ids[2, 0].clone()
+
+
+def route_weights_are_scaled(trace: Trace) -> None:
+    tensor(trace, "router", "weights")[2] *= 1.0001
+
+
+def bit_between_norm_and_projection(trace: Trace) -> None:
+    """The last bit of one column, which the bound of the up-projection has room for."""
+    tensor(trace, "output", "normed").view(torch.int16)[2, 3] ^= 1
+
+
 CORRUPTIONS = [
+    Corruption("Q1", "router", "chosen expert, in ascending order at rank 1", another_expert_is_chosen, K3),
+    Corruption("Q1", "router", "chosen expert, once a token at rank 1, token 2", one_expert_is_chosen_twice, K3),
+    Corruption("Q2", "router", "route weight at rank 1, token 2, k 1", put("router", "weights", (2, 1), 1e-4), K3),
+    Corruption(
+        "Q3", "router", "sum of route weights at rank 1, token 2: expected 2.5", route_weights_are_scaled, K3
+    ),
+    Corruption(
+        "T1", "latent", "latent token at rank 1, token 3, column 4", put("latent", "out", (3, 4), 0.25), K3
+    ),
+    Corruption("N1", "norm", "normed sum at rank 1, token 3, column 4", put("norm", "out", (3, 4), 0.25), K3),
+    Corruption(
+        "S1", "shared", "shared output at rank 1, token 3, column 4", put("shared", "out", (3, 4), 0.25), K3
+    ),
+    Corruption(
+        "T2", "output", "up-projection at rank 1, token 3, column 4", put("output", "up", (3, 4), 0.25), K3
+    ),
+    Corruption("S2", "output", "output at rank 1, token 3, column 40", put("output", "out", (3, 40), 0.25), K3),
+    Corruption(
+        "M2",
+        "output",
+        "output.normed against norm.out bits at rank 1, token 2, column 3",
+        bit_between_norm_and_projection,
+        K3,
+    ),
     Corruption(
         "I1", "prepare", "dispatched token bits at rank 1, token 2, column 3", put("dispatch", "hidden", (2, 3), 1)
     ),
@@ -513,6 +561,31 @@ CORRUPTIONS.append(Corruption("O1", "plan", "rows contiguous at rank 1", rows_st
 CORRUPTIONS = [c for c in CORRUPTIONS if c.check != "L12"]
 CORRUPTIONS.append(Corruption("L12", "plan", "place of the duplicate in its list", dedup_order_reversed, COMBINE))
 CORRUPTIONS.append(Corruption("L12", "plan", "dup_counts at rank 1, field 0", put("dispatch", "dup_counts", 0, 1)))
+
+
+#: Promise -> step that makes it, what it is compared with, case; rank 1's token 1 changes in column 3.
+MOVED = {
+    "V9": ("permuted", "'base'", METAMORPHIC),
+    "V10": ("relabelled", "'base'", METAMORPHIC),
+    "V11": ("rotated", "'base'", METAMORPHIC),
+    "V12": ("second_half", "'base'", METAMORPHIC),
+    "V13": ("others_changed", "'base'", INDEPENDENT),
+    "V14": ("negated", "+2 * 'silenced' -1 * 'base'", LINEAR),
+    "V15": ("odd_routes", "+1 * 'base' -1 * 'even_routes'", LINEAR),
+    "V16": ("elsewhere", "'even_routes'", LINEAR),
+    "V17": ("twice", "'once'", LINEAR),
+    "V18": ("one_slot", "'base'", SLOT_COUNTS),
+}
+CORRUPTIONS += [
+    Corruption(
+        check,
+        "layer",
+        f"layer.out of step {step!r} against {base}:{' bits' * (check == 'V13')} at rank 1, token 1, column 3",
+        put("layer", "out", (1, 3), 16.0, 1, step),
+        case,
+    )
+    for check, (step, base, case) in MOVED.items()
+]
 
 
 @pytest.mark.parametrize("corruption", CORRUPTIONS, ids=lambda c: f"{c.check}-{c.change.__name__}")

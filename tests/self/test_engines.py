@@ -92,6 +92,10 @@ HONEST = {
     "hot:5+abort+@slot_used": "I11 I15 Z1",
     "hot:5+reload+@slot_used": "I8 W1 M1",
     "answers": "Z1 M1",
+    "hot:5+metamorphic+@slot_used": "V9 V10 V11 V12 I8 M1",
+    "tokens:5,11+metamorphic": "V9 V10 V11 V12",
+    "fill:real+hot:5+independent+@slot_used": "V13",
+    "hot:5+linear+@slot_used": "V14 V15 V16 V17 I8 M1",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import venv
@@ -40,7 +41,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pip(python: Path, *arguments: str) -> str:
     command = [str(python), "-m", "pip", "--disable-pip-version-check", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    ours = {
+        name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"
+    }  # tox pins our own tests
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ours)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -1,0 +1,177 @@
+"""The suite's own score: what is killed, what counts as an accident, and what turns the matrix red."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moonep_validate import mutate as mutation
+from moonep_validate.case import Case, CaseError
+from moonep_validate.checks import CHECKS, Compared
+from moonep_validate.engine import Job
+from moonep_validate.facts import Step
+from moonep_validate.faults import FAULTS
+from moonep_validate.mutate import MOST_CASES, Matrix, Outcome, case_list, chosen, try_fault
+from moonep_validate.verdict import STAGES
+
+Cli = Callable[..., tuple[int, str, str]]
+ROOT = Path(__file__).parents[2]
+JOB = Job(deadline=mutation.DEADLINE)
+CASE = Case.parse("genB+R4+E12+K3+S7+H24+I20+pad5+hot:1")
+
+
+def killed(**changes: object) -> Outcome:
+    base = Outcome("duplicates-dropped", "K09", "combine", "killed", "C1", "combine", ["C1", "M1"], 1)
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def test_a_fault_is_killed_located_and_counted() -> None:
+    outcome = try_fault(JOB, "stats-count-own", [CASE])
+    assert (outcome.status, outcome.check, outcome.stage) == ("killed", "L13", "plan")
+    assert (outcome.checks, outcome.cases, outcome.case) == (["L13"], 1, str(CASE))
+    assert outcome.located
+    assert not outcome.late
+
+
+def test_cases_are_tried_until_one_shows_the_fault() -> None:
+    variants = Case.parse(f"{CASE}+variants")
+    outcome = try_fault(JOB, "replay-returns-copy", [CASE, variants])
+    assert (outcome.status, outcome.check, outcome.cases, outcome.case) == ("killed", "A2", 2, str(variants))
+
+
+def test_a_check_without_a_body_lets_its_fault_survive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """L13 is the only check that sees this fault; without it the case is vacuous, which is no kill."""
+
+    def nothing(step: Step) -> Iterator[Compared]:
+        return iter(())
+
+    monkeypatch.setitem(CHECKS, "L13", replace(CHECKS["L13"], function=nothing))
+    outcome = try_fault(JOB, "stats-count-own", [CASE])
+    assert outcome.status == "survived"
+    assert Matrix([outcome], []).exit_code == 1
+
+
+def test_a_crash_is_no_kill_unless_crashing_is_the_fault() -> None:
+    assert try_fault(JOB, "rank-raises", [CASE]).killed
+    accident = replace(FAULTS["rank-raises"], crashes=False)
+    FAULTS["rank-raises"], kept = accident, FAULTS["rank-raises"]
+    try:
+        assert try_fault(JOB, "rank-raises", [CASE]).status == "crashed"
+    finally:
+        FAULTS["rank-raises"] = kept
+
+
+def test_a_fault_that_changes_no_byte_is_not_exercised() -> None:
+    outcome = try_fault(JOB, "row-of-another-token:rank=9", [CASE])
+    assert (outcome.status, outcome.cases) == ("not_exercised", 1)
+    assert Matrix([outcome], []).exit_code == 1
+    assert Matrix([replace(outcome, optional=True)], []).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("outcome", "needed", "code"),
+    [
+        (killed(), ["C1"], 0),
+        (killed(), ["C1", "L3"], 1),
+        (killed(status="survived", check="", stage="", checks=[]), [], 1),
+        (killed(status="crashed"), [], 1),
+        (killed(stage="plan"), [], 0),  # found earlier than it happens: not located, but not missed
+        (killed(stage="layer"), [], 1),
+    ],
+)
+def test_what_turns_the_matrix_red(outcome: Outcome, needed: list[str], code: int) -> None:
+    assert Matrix([outcome], needed).exit_code == code
+
+
+def test_score_and_median_are_of_what_counts() -> None:
+    hidden = killed(id="rank-raises", status="not_exercised", optional=True)
+    one, other = killed(shrunk="genB+R2+E2+K1+S1+H8"), killed(id="tokens-shifted", stage="plan", cases=7)
+    matrix = Matrix([one, other, hidden], ["C1", "L3"])
+    assert matrix.score == "2 of 2 faults killed, 1 at their own stage, within 7 cases; 1 of 2 checks kill one"
+    assert matrix.median_shrunk == "2 ranks, 2 experts, 1 tokens, of 1 faults"
+    assert matrix.blunt == ["L3"]
+
+
+def test_the_case_list_is_short_and_shows_every_scenario_early() -> None:
+    cases = case_list(JOB)
+    scenarios = [case.scenario.name for case in cases]
+    assert len(cases) <= MOST_CASES
+    assert len(set(scenarios[: len(set(scenarios))])) == len(set(scenarios))
+    assert {case.generation for case in cases} == {"A", "B"}
+
+
+def test_choice_by_id_and_kind() -> None:
+    assert [fault.id for fault in chosen(JOB, ["slot-not-filled"])] == ["slot-not-filled"]
+    assert {"K11"} <= set(chosen(JOB, kinds=["K11"])[0].bugs.split())
+    assert all(not fault.for_engine for fault in chosen(JOB))
+    with pytest.raises(CaseError, match="unknown fault 'slot'"):
+        chosen(JOB, ["slot"])
+    with pytest.raises(CaseError, match="--kind K99: no fault stands for it; known: B0"):
+        chosen(JOB, kinds=["K99"])
+
+
+def test_every_fault_names_its_stage_and_what_it_stands_for() -> None:
+    assert len([fault for fault in FAULTS.values() if not fault.for_engine]) >= 50
+    for fault in FAULTS.values():
+        assert fault.stage in STAGES
+        assert re.fullmatch(r"[KB]\d\d( [KB]\d\d)*", fault.bugs), fault.id
+        assert fault.summary.endswith("."), fault.id
+
+
+def test_command_line_prints_the_matrix_and_json(cli: Cli, tmp_path: Path) -> None:
+    code, out, err = cli("mutate", "--fault", "stats-count-own", "--write", str(tmp_path / "faults.md"))
+    assert (code, err) == (0, "")
+    assert re.search(r"killed +stats-count-own +by L13 at plan, 1 cases, ", out)
+    assert "1 of 1 faults killed, 1 at their own stage, within 1 cases" in out
+    assert "| `stats-count-own` | " in (tmp_path / "faults.md").read_text()
+    code, out, err = cli("mutate", "--fault", "stats-count-own", "--json")
+    (fault,) = json.loads(out)["faults"]
+    assert code == 0
+    assert {name: fault[name] for name in ("id", "killed", "status", "stage", "located", "checks", "cases")} == {
+        "id": "stats-count-own",
+        "killed": True,
+        "status": "killed",
+        "stage": "plan",
+        "located": True,
+        "checks": ["L13"],
+        "cases": 1,
+    }
+    assert fault["bugs"] == FAULTS["stats-count-own"].bugs.split()
+    assert fault["seconds"] > 0
+
+
+def test_the_document_is_of_this_catalogue() -> None:
+    """docs/faults.md is written by `moonep-validate mutate --write`; here only that it is not out of date."""
+    text = (ROOT / "docs" / "faults.md").read_text()
+    for fault in FAULTS.values():
+        row = re.search(rf"^\| `{fault.id}` \| (.*?) \| (\w+) \|", text, flags=re.MULTILINE)
+        assert row, f"{fault.id} is not in docs/faults.md: run `moonep-validate mutate --write docs/faults.md`"
+        assert row.groups() == (fault.summary, fault.stage), fault.id
+    named = set(re.findall(r"^\| `([\w-]+)` \|", text, flags=re.MULTILINE))
+    assert named == set(FAULTS)
+    assert "survived" not in text
+
+
+def test_what_faults_stand_for_is_explained() -> None:
+    text = (ROOT / "docs" / "bugs.md").read_text()
+    explained = set(re.findall(r"^\| ([KB]\d\d) \|", text, flags=re.MULTILINE))
+    assert {bug for fault in FAULTS.values() for bug in fault.bugs.split()} <= explained
+
+
+@pytest.mark.slow
+def test_the_whole_catalogue_is_killed_in_time_and_shrinks() -> None:
+    import time
+
+    start = time.monotonic()
+    outcomes = list(mutation.mutate(JOB, [fault.id for fault in chosen(JOB)]))
+    matrix = Matrix(outcomes, mutation.needed_checks(JOB, True))
+    mutation.sharpen(JOB, matrix)
+    assert matrix.exit_code == 0, matrix.score
+    assert time.monotonic() - start < 300
+    assert sum(one.located for one in outcomes) >= 0.9 * len(outcomes)
+    assert max(one.cases for one in outcomes) <= MOST_CASES
