@@ -29,6 +29,8 @@ from moonep_validate.verdict import STAGES, Result, Verdict
 T = TypeVar("T")
 #: No fault may need more cases than this.
 MOST_CASES = 50
+#: And of an engine's cases, a fault that it may not be able to show gets no more than these.
+_CASES_FOR_OPTIONAL = 16
 #: Seconds of silence after which a rank of the reference hangs; its cases take a fraction of one.
 DEADLINE = 2.0
 #: Checks of what an engine, or another caller, does around a Buffer: no fault of a Buffer makes them fail. M2 is
@@ -142,7 +144,7 @@ def try_fault(job: Job, fault: str, cases: Sequence[Case], shrink_seconds: float
     known = FAULTS[spec.name]
     outcome = Outcome(str(spec), known.bugs, known.stage, optional=bool(job.engine) and not known.for_engine)
     faulty, start, exercised = replace(job, faults=(spec,)), time.monotonic(), False
-    for case in cases:
+    for case in cases[:_CASES_FOR_OPTIONAL] if outcome.optional else cases:
         trace, verdict = run_case(replace(faulty, waivers=""), case, exercised=False)
         if verdict.status == "not_run":
             continue

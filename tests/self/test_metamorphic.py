@@ -196,7 +196,7 @@ def test_what_cannot_be_promised_is_refused(line: str, message: str) -> None:
         (SLOT_COUNTS, {"V18"}),
         (SLOT_COUNTS.but(slots=2), {"V18"}),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, Case) else " ".join(sorted(value)),
 )
 def test_a_right_layer_keeps_them_all(case: Case, ids: set[str]) -> None:
     _, verdict = run_case(Job(), case)
