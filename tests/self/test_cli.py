@@ -250,7 +250,12 @@ def test_ctrl_c_keeps_what_is_known(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "moonep_validate", "run", "--case", "genB+R1+E4+K2+S3+H8", "--case", CASE]
     command += ["--fault", "rank-never-returns", "--deadline", "300", "--out", str(tmp_path)]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
     )
     report = tmp_path / "report.json"
     end = time.monotonic() + 60
@@ -258,7 +263,10 @@ def test_ctrl_c_keeps_what_is_known(tmp_path: Path) -> None:
         time.sleep(0.1)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    try:
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
     assert process.returncode == 2, err
     assert "Traceback" not in err
     assert "interrupted: 1 of 2 cases ran (1 not_exercised)" in out
