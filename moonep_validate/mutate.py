@@ -13,14 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from statistics import median
 from typing import Any, TypeVar
 
 from moonep_validate.case import Case, CaseError, Spec
 from moonep_validate.checks import CHECKS
 from moonep_validate.checks.relations import PROMISES
-from moonep_validate.engine import Job, record, run_case, subject_of
+from moonep_validate.engine import Job, run_case, subject_of
 from moonep_validate.faults import FAULTS, Fault
 from moonep_validate.profiles import default_profile, for_generations, profile
 from moonep_validate.shrink import shrink
@@ -159,7 +159,7 @@ def try_fault(job: Job, fault: str, cases: Sequence[Case], shrink_seconds: float
         if verdict.first is not None:
             outcome.status = "crashed"
         elif not exercised:
-            exercised = record(job, case).digest() != trace.digest()
+            exercised = _clean_digest(job, case) != trace.digest()
     if outcome.status == "not_run" and outcome.cases:
         outcome.status = "survived" if exercised else "not_exercised"
     outcome.seconds = time.monotonic() - start
@@ -167,6 +167,12 @@ def try_fault(job: Job, fault: str, cases: Sequence[Case], shrink_seconds: float
         smallest = shrink(Case.parse(outcome.case), lambda one: run_case(faulty, one)[1], shrink_seconds)
         outcome.shrunk = str(smallest.case)
     return outcome
+
+
+@lru_cache(maxsize=MOST_CASES)
+def _clean_digest(job: Job, case: Case) -> str:
+    """What a case records without a fault."""
+    return run_case(job, case)[0].digest()
 
 
 def _kills(verdict: Verdict, fault: Fault) -> Result | None:
