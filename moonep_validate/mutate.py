@@ -27,6 +27,7 @@ from moonep_validate.shrink import shrink
 from moonep_validate.verdict import STAGES, Result, Verdict
 
 T = TypeVar("T")
+_OF_ENGINES = ("load", "prepare", "experts", "layer")
 #: No fault may need more cases than this.
 MOST_CASES = 50
 #: And of an engine's cases, a fault that it may not be able to show gets no more than these.
@@ -290,17 +291,15 @@ class Matrix:
         }
 
 
-def needed_checks(job: Job, whole: bool, run: Callable[[Job, Case], tuple[Any, Verdict]] = run_case) -> list[str]:
-    """The checks that must kill: all on the reference, and on an engine those that compare anything there.
+def needed_checks(job: Job, whole: bool) -> list[str]:
+    """The checks that must kill: all on a bare Buffer, and on an engine those of the stages that are its own.
 
     Args:
         job: the subject.
         whole: whether the whole catalogue runs; for a part of it no check is needed.
-        run: how a case is judged.
     """
     if not whole:
         return []
-    if job.engine is None and job.module is None:
-        return [check for check in ("F1", *CHECKS, *PROMISES) if check not in OF_CALLERS]
-    examined = {r.check for case in case_list(job) for r in run(job, case)[1].results if r.examined and r.gates}
-    return [check for check in ("F1", *CHECKS, *PROMISES) if check in examined]
+    if job.engine:
+        return [check.id for check in CHECKS.values() if check.stage in _OF_ENGINES]
+    return [check for check in ("F1", *CHECKS, *PROMISES) if check not in OF_CALLERS]
