@@ -48,8 +48,10 @@ def _cost_of_pads(steps: list[Step]) -> dict[str, float]:
         if ((topk < 0) | (topk >= layout.E)).any():  # check I2 says so; there is no plan to compare with
             continue
         size = expert_bytes(step.case.H, step.case.I, "bf16")
-        for prefix, routes in (("pads", topk), ("local_pads", _at_home(topk, tokens, layout))):
-            stats = plan_stats(make_plan(routes, layout), size)
+        as_dispatched = step.oracle_plan or make_plan(topk, layout)
+        at_home = make_plan(_at_home(topk, tokens, layout), layout)
+        for prefix, plan in (("pads", as_dispatched), ("local_pads", at_home)):
+            stats = plan_stats(plan, size)
             for name, key in (("slots", "slots_used"), ("rows_moved",) * 2, ("prefetch_bytes",) * 2):
                 totals[f"{prefix}_{name}"] = totals.get(f"{prefix}_{name}", 0) + stats[key]
     return totals

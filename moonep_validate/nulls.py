@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
@@ -80,7 +81,7 @@ class NullResult:
 
 
 def null_runs(job: Job, seconds: float, seed: int = 0, most: int | None = None) -> NullResult:
-    """Run drawn cases of real data until the time is over.
+    """Run drawn cases of real data until the time is over, or the user stops it: what was counted stays.
 
     Args:
         job: a subject that is right, without faults.
@@ -94,10 +95,11 @@ def null_runs(job: Job, seconds: float, seed: int = 0, most: int | None = None) 
     if job.faults or job.not_run:
         raise CaseError(job.not_run or "a null run is of a subject that is right: leave --fault out")
     result, start = NullResult(), time.monotonic()
-    for case in null_cases(job, seed):
-        if time.monotonic() - start >= seconds or result.cases == most:
-            break
-        _count(result, run_case(job, case)[1])
+    with suppress(KeyboardInterrupt):
+        for case in null_cases(job, seed):
+            if time.monotonic() - start >= seconds or result.cases == most:
+                break
+            _count(result, run_case(job, case)[1])
     result.seconds = time.monotonic() - start
     return result
 

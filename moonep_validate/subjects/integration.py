@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moonep_validate.case import Case
 
-#: Name of one tensor of a checkpoint -> where it belongs.
+#: Yields all tensors of a layer: (expert, ``gate`` | ``up`` | ``down``, tensor); may be read more than once.
 Checkpoint = Callable[[], Iterator[tuple[int, str, Tensor]]]
 
 

@@ -6,11 +6,13 @@ from itertools import islice
 
 import pytest
 
+from moonep_validate import nulls
 from moonep_validate.case import Case, CaseError
-from moonep_validate.engine import Job
+from moonep_validate.engine import Job, run_case
 from moonep_validate.faults import parse_fault
 from moonep_validate.nulls import BUDGET, NullResult, null_cases, null_runs, upper_bound
 from moonep_validate.oracle import bounds
+from moonep_validate.verdict import Verdict
 
 
 def test_the_reference_raises_no_alarm() -> None:
@@ -91,3 +93,19 @@ def test_the_budget_is_exceeded_only_beyond_chance() -> None:
     assert not NullResult(cases=1000, alarms=3).over_budget
     assert NullResult(cases=1000, alarms=4).over_budget
     assert NullResult(cases=3000).upper < BUDGET
+
+
+def test_an_interrupt_keeps_what_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def run_then_stop(job: Job, case: Case) -> tuple[object, Verdict]:
+        nonlocal calls
+        calls += 1
+        if calls > 2:
+            raise KeyboardInterrupt
+        return run_case(job, case)
+
+    monkeypatch.setattr(nulls, "run_case", run_then_stop)
+    result = null_runs(Job(), 60.0)
+    assert (calls, result.cases, result.alarms) == (3, 2, 0)
+    assert result.seconds < 60
