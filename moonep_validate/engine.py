@@ -21,10 +21,11 @@ from moonep_validate.checks import CHECKS, Check, run_check
 from moonep_validate.checks.relations import relation_results
 from moonep_validate.facts import Step, steps_of
 from moonep_validate.faults import Seams, parse_fault
+from moonep_validate.keep import Keep
 from moonep_validate.measures import measures
 from moonep_validate.provenance import describe
 from moonep_validate.rig import Rig
-from moonep_validate.scenarios import SCENARIOS
+from moonep_validate.scenarios import NEEDS_GPU, SCENARIOS
 from moonep_validate.subjects import REFERENCE, Subject, engines, module_subject
 from moonep_validate.subjects.probe import probe
 from moonep_validate.trace import Call, Part, Recorder, Relation, Trace, described
@@ -61,6 +62,7 @@ class Job:
         destructive: run bad input on the module that may trap, hang or end the process.
         faults: seeded faults.
         deadline: seconds that a rank may run without a sign of life.
+        keep: how much of each tensor is recorded, see keep.py.
         waivers: a file of known defects; None is what ships with the suite, an empty text is none.
         options: the command-line options beside ``--case`` and ``--fault`` that lead to this job.
     """
@@ -77,13 +79,15 @@ class Job:
     destructive: bool = False
     faults: tuple[Spec, ...] = ()
     deadline: float = 30.0
+    keep: str = "full"
     waivers: str | None = None
     options: str = ""
 
     @property
     def reproducer(self) -> str:
         """The command-line options that differ from the defaults."""
-        return " ".join([self.options, *(f"--fault {fault}" for fault in self.faults)]).strip()
+        record = [f"--record {self.keep}"] if self.keep != "full" else []
+        return " ".join([self.options, *record, *(f"--fault {fault}" for fault in self.faults)]).strip()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -124,6 +128,7 @@ def make_job(
     path: str | None = None,
     device: str | None = None,
     waivers: str | None = None,
+    keep: str = "full",
 ) -> Job:
     """A job from command-line text; asks a module or an engine what it is.
 
@@ -240,6 +245,7 @@ def open_trace(job: Job, case: Case) -> Trace:
         proves=subject.proves,
         leaves_open=subject.leaves_open,
         reproducer=job.reproducer,
+        keep=job.keep,
     )
 
 
@@ -250,7 +256,7 @@ def record(job: Job, case: Case) -> Trace:
     """
     trace, subject = open_trace(job, case), subject_of(job)
     trace.calls = [[] for _ in range(case.R)]
-    if reason := subject.supports(case):
+    if reason := subject.supports(case) or _needs_gpu(job, case):
         trace.not_run = reason
     elif subject.world == "threads":
         _record_in_threads(job, case, trace)
@@ -259,16 +265,24 @@ def record(job: Job, case: Case) -> Trace:
     return trace
 
 
+def _needs_gpu(job: Job, case: Case) -> str | None:
+    missing = case.scenario.name in NEEDS_GPU and job.device != "cuda"
+    return f"the scenario {case.scenario} needs GPUs; see --device cuda" if missing else None
+
+
 def rank_main(job: Job, case: Case, comm: Comm, recorder: Recorder) -> list[Relation]:
     """The only function that runs on a rank; returns the relations that the scenario promises."""
     seams = Seams(job.faults, comm.rank)
     rig = Rig(case, comm, recorder, seams, subject_of(job).open)
-    SCENARIOS[case.scenario.name](rig)
+    try:
+        SCENARIOS[case.scenario.name](rig)
+    finally:
+        recorder.settle()
     return rig.relations
 
 
 def _record_in_threads(job: Job, case: Case, trace: Trace) -> None:
-    recorders = [Recorder() for _ in range(case.R)]
+    recorders = [Recorder(policy=Keep.parse(job.keep)) for _ in range(case.R)]
     relations: list[list[Relation]] = [[] for _ in range(case.R)]
 
     def on_rank(comm: Comm) -> None:

@@ -3,7 +3,8 @@
 A lease is memory of one rank that others write or read: the rows of dispatch, their sums in combine, the slots of
 prefetch. Each writer stamps the lease with the number of its write before the first and after the last element, in
 memory that all ranks map; each reader notes all stamps before and after it reads. The notes are the history that
-checks H1 to H4 judge: a stamp that is too old, too new, or half written proves a missing wait, whatever the data was.
+checks H1 to H3 judge: a stamp that is too old, too new, or half written proves a missing wait, whatever the data
+was.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class Leases:
         self._stamp(area, owners, 1)
 
     @contextmanager
-    def reading(self, area: str, owner: int, generation: int | None = None, by: int | None = None) -> Iterator[None]:
+    def reading(
+        self, area: str, owner: int, generation: int | None = None, by: int | None = None
+    ) -> Iterator[None]:
         """Note a read of this rank.
 
         Args:

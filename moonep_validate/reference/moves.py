@@ -78,7 +78,7 @@ def _derive(plan: Any, rank: int, device: torch.device) -> Moves:
     return Moves(
         sends=[on(primary[place] // plan.K, row[primary[place]]) for place in places],
         weights=[on(route, row[route]) for route in everywhere],
-        zero=_padding(plan.zero_fill_ranges.cpu().long()).to(device),
+        zero=rows_of(plan.zero_fill_ranges).to(device),
         copies=on(*_copies(plan)),
         heads=_groups(plan)[0].to(device),
         sums=[on(*pair) for pair in _sums(plan)],
@@ -90,9 +90,9 @@ def _derive(plan: Any, rank: int, device: torch.device) -> Moves:
     )
 
 
-def _padding(ranges: Tensor) -> Tensor:
-    """Rows of ``[first, count]`` ranges, in order."""
-    first, count = ranges.unbind(dim=1)
+def rows_of(ranges: Tensor) -> Tensor:
+    """Rows of ``[first, count]`` ranges, in order: int64, on the host."""
+    first, count = ranges.cpu().long().unbind(dim=1)
     begin = (count.cumsum(0) - count).repeat_interleave(count)
     return first.repeat_interleave(count) + torch.arange(len(begin)) - begin
 
@@ -119,7 +119,9 @@ def _pushes(plan: Any, rank: int) -> list[Pairs]:
     copies = plan.experts_to_copy.cpu().long()
     per_rank = plan.E // plan.R
     mine = (copies >= 0) & (copies // per_rank == rank)
-    return [(torch.nonzero(mine[peer])[:, 0], copies[peer][mine[peer]] - rank * per_rank) for peer in range(plan.R)]
+    return [
+        (torch.nonzero(mine[peer])[:, 0], copies[peer][mine[peer]] - rank * per_rank) for peer in range(plan.R)
+    ]
 
 
 def _pulls(plan: Any, rank: int) -> Pairs:

@@ -5,7 +5,7 @@ combine are as docs/contract.md says (section Buffer). Where upstream is undefin
 every rank. Limits of the hardware (multiples of 128, plan broadcast) are refused too, unless ``relaxed``.
 
 It is one-sided as the real library is: ranks write into each other's mapped memory (copies.py) and fences say when
-all of it is there, on the CPU and, stream by stream, on GPUs. Planning is on the host; a replay touches it nowhere,
+all of it is there, on the CPU and, stream by stream, on GPUs. Planning is on the host; a replay does not need it,
 so that a replayed dispatch can be captured in a CUDA graph, and a fresh one cannot.
 """
 
@@ -224,13 +224,13 @@ class Transport:
                     self._weights.copy_(route_weights_nvs)
                 self._prologue(moves)
             self.group.fence("combine prologue", self._all_rows)
-            out = self._gather(plan.K, moves), None
+            out, weights = self._gather(moves), None
             if route_weights_nvs is not None:
                 routes = self.layout.capacity
                 weights = get(self.group, "combine weights", self._all_weights, moves.weights, routes)
-                out = out[0], weights.view(self.layout.S, plan.K)
+                weights = weights.view(self.layout.S, plan.K)
             self.group.fence("combine exit", self._all_rows)
-            return out
+            return out, weights
 
         inputs = [hidden_nvsh, route_weights_nvs]
         (out, weights), event = self._lane.run(work, inputs, async_finish)
@@ -389,9 +389,9 @@ class Transport:
                 put(self.group, "dispatch weights", self._all_weights, weights.flatten(), moves.weights)
         self.group.fence("dispatch exit", self._all_rows)
         with self.leases.reading("rows", self.rank):
-            self._rows[moves.zero] = 0
+            self._rows.index_fill_(0, moves.zero, 0)
             if weights is not None:
-                self._weights[moves.zero] = 0
+                self._weights.index_fill_(0, moves.zero, 0)
             primary, duplicate = moves.copies
             self._rows[duplicate] = self._rows[primary]
 
@@ -402,7 +402,7 @@ class Transport:
             total[group] += self._rows[duplicate].float()
         self._rows[moves.heads] = total.bfloat16()
 
-    def _gather(self, K: int, moves: Moves) -> Tensor:
+    def _gather(self, moves: Moves) -> Tensor:
         """Read each primary's sum, and add up over k in float32: bf16 ``[S, H]``."""
         with contextlib.ExitStack() as reads:
             for owner in range(self.layout.R):
@@ -414,15 +414,17 @@ class Transport:
         return out.bfloat16()
 
     def _push(self, plan: MoonEPCommPlan, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Put rows of local tensors ``[E/R, ...]`` into the pools ``[R, E/R, ...]`` of the ranks that copy them."""
+        """Put rows of local tensors ``[E/R, ...]`` into pools ``[R, E/R, ...]`` of the ranks that copy them."""
         moves = moves_of(plan, self.rank, self.device)
         with self.leases.writing("slots", range(self.layout.R)):
             for local, pool in pairs:
                 sends = [(expert, slot) for slot, expert in moves.pushes]
                 put(self.group, "prefetch", pool, local, sends)
 
-    def _reduce_all(self, plan: MoonEPCommPlan, pairs: dict[str, tuple[Tensor, Tensor]], asynchronous: bool) -> Any:
-        """Reduce (gradients of the owned experts, buffer of all ranks) of each projection, then clear the slots."""
+    def _reduce_all(
+        self, plan: MoonEPCommPlan, pairs: dict[str, tuple[Tensor, Tensor]], asynchronous: bool
+    ) -> Any:
+        """Reduce (gradients of owned experts, buffer of all ranks) of each projection, then clear the slots."""
         copies = plan.experts_to_copy.cpu()
         mine = (copies[self.rank] >= 0).to(self.device)
 

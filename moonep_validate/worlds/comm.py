@@ -49,8 +49,8 @@ class Comm(Protocol):
     def fence(self, name: str, memory: Tensor) -> None:
         """What any rank has written to symmetric memory before it is there for all ranks after it.
 
-        On the CPU the calling thread waits; on a GPU the current stream does, by signals that belong to ``memory``,
-        which ``symmetric`` made: fences on several streams at a time need a memory each.
+        On the CPU the calling thread waits; on a GPU the current stream does, by signals that belong to
+        ``memory``, which ``symmetric`` made: fences on several streams at a time need a memory each.
         """
 
     def symmetric(self, name: str, shape: Sequence[int], dtype: Any) -> Tensor:

@@ -41,7 +41,7 @@ class DistComm:
         self.group = group
         self._living.add(self)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.device = device or _device_of(group)
+        self.device = device or device_of(group)
         self.calls = 0
         self._mapped: dict[int, mapped.Mapped] = {}
         self._random: Random | None = None
@@ -111,9 +111,9 @@ class DistComm:
         self._random = Random(seed * self.size + self.rank)
 
 
-def _device_of(group: Any) -> torch.device:
-    """The current GPU for a group with NCCL, else the CPU."""
-    if "nccl" in str(dist.get_backend_config(group)):
+def device_of(group: Any) -> torch.device:
+    """Where the tensors of a group live: the current GPU for one with NCCL, else the CPU."""
+    if dist.is_initialized() and "nccl" in str(dist.get_backend_config(group)):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

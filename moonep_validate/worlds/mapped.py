@@ -62,7 +62,9 @@ def _in_a_file(comm: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype)
     path = comm.exchange(f"symmetric {name}", path)[0]
     memory, problem = None, None
     try:
-        memory = torch.from_file(path, shared=True, size=count, dtype=dtype) if count else torch.empty(0, dtype=dtype)
+        memory = (
+            torch.from_file(path, shared=True, size=count, dtype=dtype) if count else torch.empty(0, dtype=dtype)
+        )
     except (OSError, RuntimeError, TypeError) as error:
         problem = str(error)
     answers = comm.exchange(f"symmetric {name} mapped", problem)
@@ -96,7 +98,7 @@ def _on_gpus(comm: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype) -
     """Row ``rank`` is a symmetric allocation of this GPU, repeated over the first axis without memory."""
     import torch.distributed._symmetric_memory as symm
 
-    group = comm.group if comm.group is not None else dist.group.WORLD
+    group: Any = comm.group if comm.group is not None else dist.group.WORLD
     mine, problem = None, None
     try:
         mine = symm.empty(tuple(shape), dtype=dtype, device=comm.device)
