@@ -197,6 +197,7 @@ class Trace:
         relations: promises between steps.
         hung: ``{"rank", "stack"}`` of ranks whose deadline passed.
         errors: errors of the suite itself, as text; not the subject's.
+        autopsy: what is known of the ranks of a case that did not come to its end (worlds/autopsy.py), or empty.
         proves, leaves_open: what a pass of this trace means, and what it does not say.
         not_run: why the subject did not run the case, or empty.
         reproducer: the options beside ``--case`` that reproduce this trace, e.g. ``--fault slot-not-filled``.
@@ -209,6 +210,7 @@ class Trace:
     relations: list[Relation] = field(default_factory=list)
     hung: list[dict[str, Any]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    autopsy: dict[str, Any] = field(default_factory=dict)
     proves: str = ""
     leaves_open: str = ""
     not_run: str = ""
@@ -247,6 +249,7 @@ class Trace:
             "relations": [asdict(relation) for relation in self.relations],
             "hung": self.hung,
             "errors": self.errors,
+            "autopsy": self.autopsy,
             **{name: getattr(self, name) for name in _TEXTS},
             "digest": _digest(tensors),
         }
@@ -313,6 +316,7 @@ class Trace:
             parts,
             relations,
             **{name: head[name] for name in ("hung", "errors", *_TEXTS)},
+            autopsy=head.get("autopsy", {}),
         )
 
 

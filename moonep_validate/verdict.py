@@ -118,6 +118,7 @@ class Verdict:
         vacuous: reasons why a pass would mean nothing.
         measures: quality figures, never a status.
         errors: errors of the suite itself.
+        autopsy: what is known of the ranks where a case did not come to its end.
         override: a status that the run adds, e.g. ``not_exercised``.
     """
 
@@ -128,6 +129,7 @@ class Verdict:
     vacuous: list[str] = field(default_factory=list)
     measures: dict[str, float] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
+    autopsy: Mapping[str, Any] = field(default_factory=dict)
     reproducer: str = ""
     override: str | None = None
 
@@ -205,5 +207,6 @@ class Verdict:
             "vacuous": self.vacuous,
             "measures": self.measures,
             "errors": self.errors,
+            "autopsy": self.autopsy,
             "parts": {stage: asdict(part) for stage, part in self.parts.items()},
         }
