@@ -406,6 +406,8 @@ def judge(trace: Trace, checks: Sequence[Check] | None = None) -> Verdict:
         if any(op not in _NO_STEP for op in step.ops()):
             results += [run_check(c, step, trace) for c in (CHECKS.values() if checks is None else checks)]
             results += relation_results(step, trace)
+    if trace.autopsy:
+        results = _explained(results, trace.autopsy["diagnosis"])
     counts = count_witnesses(trace.case, steps.values())
     return Verdict(
         case=trace.case,
@@ -465,13 +467,21 @@ def _returns(trace: Trace, step: Step) -> list[Result]:
         if op == "layer":  # it ends with whatever ended inside it; only what it raised by itself is its own
             calls = [(r, c) for r, c in calls if all(i.done and not i.error for i in mine[r] if i is not c)]
         findings = [finding for rank, call in calls if (finding := _broken(trace, rank, call))]
-        if findings and trace.autopsy:
-            findings.insert(0, Finding("autopsy", {}, "all ranks go on", trace.autopsy["diagnosis"]))
         hung = any(not call.done or (call.error or {}).get("type") == "Deadlock" for _, call in calls)
         status = "hung" if hung else "failed" if findings else "passed"
         level = trace.parts[stage].level
         results.append(Result("F1", stage, step.name, status, level, len(calls), tuple(findings)))
     return results
+
+
+def _explained(results: list[Result], diagnosis: str) -> list[Result]:
+    """The autopsy's sentence is the first finding at the earliest stage that did not return."""
+    broken = [result for result in results if result.check == "F1" and result.findings]
+    if not broken:
+        return results
+    first = min((r for r in broken if r.step == broken[0].step), key=lambda r: STAGES.index(r.stage))
+    told = Finding("autopsy", {}, "every rank goes on", diagnosis)
+    return [replace(r, findings=(told, *r.findings)) if r is first else r for r in results]
 
 
 def _broken(trace: Trace, rank: int, call: Call) -> Finding | None:

@@ -178,6 +178,7 @@ class Verdict:
             lines += [f"  {finding}" for finding in first.findings[:4]]
             lines += [f"  {first.reason}"] if first.reason else []
             lines += self._elsewhere(first)
+        lines += self._ranks()
         lines += [f"  vacuous: {reason}" for reason in self.vacuous]
         lines += [f"  error of the suite: {error}" for error in self.errors]
         return "\n".join([*lines, f"  reproduce: {self.command}"])
@@ -191,6 +192,16 @@ class Verdict:
                 what = str(result.findings[0]) if result.findings else result.reason
                 lines.append(f"  also {result.check}: {what}")
         return lines[:_SHOWN] + [f"  and {len(lines) - _SHOWN} more steps"] * (len(lines) > _SHOWN)
+
+    def _ranks(self) -> list[str]:
+        """One line for each rank of an autopsy."""
+        ranks = self.autopsy.get("ranks", [])
+        lines = [
+            f"  rank {one['rank']}: {one['state']}; last completed: {one['completed']}; "
+            f"last collective: #{one['collective']}"
+            for one in ranks
+        ]
+        return lines[:_SHOWN] + [f"  and {len(ranks) - _SHOWN} more ranks"] * (len(ranks) > _SHOWN)
 
     def to_json(self) -> dict[str, Any]:
         """The verdict as JSON data."""

@@ -5,10 +5,15 @@ Everything else of ``DistComm`` stays: memory that ranks share, fences, and what
 
 from __future__ import annotations
 
+import io
 import pickle
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from moonep_validate.worlds.comm import CollectiveError, Deadlock
 from moonep_validate.worlds.dist import DistComm
@@ -27,10 +32,7 @@ class Star:
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.connections: list[Connection] = []
-
         address = str(folder / "star")
-        import torch.distributed as dist
-
         if rank == 0:
             with Listener(address, family="AF_UNIX", backlog=size) as listener:
                 dist.barrier()
@@ -51,14 +53,13 @@ class Star:
             OSError, EOFError: if a peer is gone.
         """
         if self.rank != 0:
-            (hub,) = self.connections
-            hub.send_bytes(value)
-            return [value if rank == self.rank else hub.recv_bytes() for rank in range(self.size)]
+            self.connections[0].send_bytes(value)
+            everybody: list[bytes] = pickle.loads(self.connections[0].recv_bytes())
+            return everybody
         values = [value, *(connection.recv_bytes() for connection in self.connections)]
-        for place, connection in enumerate(self.connections, 1):
-            for rank, received in enumerate(values):
-                if rank != place:
-                    connection.send_bytes(received)
+        everything = pickle.dumps(values)
+        for connection in self.connections:
+            connection.send_bytes(everything)
         return values
 
 
@@ -77,7 +78,7 @@ class LocalComm(DistComm):
         """See ``DistComm.exchange``; the same answers, and the same errors."""
         self.calls += 1
         try:
-            gathered: list[Any] = [pickle.loads(one) for one in self.star.gather(pickle.dumps((name, value)))]
+            gathered: list[Any] = [pickle.loads(one) for one in self.star.gather(_packed((name, value)))]
         except (OSError, EOFError) as error:
             reason = "Connection closed by peer" if isinstance(error, EOFError) else str(error)
             raise CollectiveError(f"{name} (collective #{self.calls}): {reason}") from None
@@ -86,3 +87,25 @@ class LocalComm(DistComm):
             places = "; ".join(f"rank {rank} is in {other}" for rank, other in enumerate(names))
             raise Deadlock(f"{places} (collective #{self.calls})")
         return [received for _, received in gathered]
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors as their bytes: torch's own way costs half a millisecond for each."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """See pickle."""
+        if type(value) is not Tensor or value.device.type != "cpu" or value.requires_grad:
+            return NotImplemented
+        raw = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        return _tensor, (bytearray(raw.numpy()), value.dtype, tuple(value.shape))
+
+
+def _packed(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(value)
+    return buffer.getvalue()
+
+
+def _tensor(raw: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    return flat.reshape(shape)
