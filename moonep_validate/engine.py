@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -56,7 +56,7 @@ class Job:
         engine_part: what the engine is.
         not_run: why nothing can run on this engine here, or None.
         path: a folder that goes first on the import path of the workers.
-        world: ``threads`` or ``processes``; None is the subject's own.
+        world: ``threads``, ``processes`` or ``torchrun``; None is the subject's own.
         device: ``cpu`` or ``cuda``.
         relaxed: run cases on the module that real hardware refuses.
         destructive: run bad input on the module that may trap, hang or end the process.
@@ -196,22 +196,32 @@ def buffer_key(case: Case) -> tuple[object, ...]:
 
 def too_few_gpus(job: Job, ranks: int) -> str | None:
     """Why a case of so many ranks cannot run on the GPUs of this host, or None."""
-    if job.device != "cuda" or (found := torch.cuda.device_count()) >= ranks:
+    if job.device != "cuda" or job.world == "torchrun" or (found := torch.cuda.device_count()) >= ranks:
         return None
     return f"--device cuda needs a GPU for each of {ranks} ranks; torch sees {found}"
 
 
-def with_ranks(cases: Sequence[Case], ranks: int) -> list[Case]:
-    """The cases of so many ranks.
+def select_cases(job: Job, cases: Sequence[Case], ranks: int | None, keep_order: bool = False) -> list[Case]:
+    """The cases of so many ranks; for a world of processes those of one Buffer key together.
+
+    Args:
+        job: what will run.
+        cases: to choose from.
+        ranks: how many, or None for all.
+        keep_order: leave the order as it is.
 
     Raises:
-        CaseError: if there are none; it says of how many ranks there are some.
+        CaseError: if there are none, or fewer GPUs than ranks; it says how many there are.
     """
-    chosen = [case for case in cases if case.R == ranks]
+    chosen = [case for case in cases if ranks in (None, case.R)]
     if not chosen:
         known = ", ".join(map(str, sorted({case.R for case in cases}))) or "none"
-        raise CaseError(f"{ranks} ranks: no case has R{ranks}; there are cases of R = {known}")
-    return chosen
+        raise CaseError(f"--ranks {ranks}: no case has R={ranks}; there are cases of R = {known}")
+    if ranks is not None and (reason := too_few_gpus(job, ranks)):
+        raise CaseError(reason)
+    if keep_order or (job.world or subject_of(job).world) == "threads":
+        return chosen
+    return sorted(chosen, key=lambda case: tuple(map(str, buffer_key(case))))
 
 
 def _engine_job(job: Job) -> Job:
@@ -309,10 +319,8 @@ def record(job: Job, case: Case) -> Trace:
     trace.calls = [[] for _ in range(case.R)]
     if reason := subject.supports(case) or too_few_gpus(job, case.R):
         trace.not_run = reason
-    elif (job.world or subject.world) == "threads":
-        _record_in_threads(job, case, trace)
     else:
-        _record_in_processes(job, case, trace)
+        RECORDERS[job.world or subject.world](job, case, trace)
     return trace
 
 
@@ -358,14 +366,19 @@ def _record_in_processes(job: Job, case: Case, trace: Trace) -> None:
     deadlock = bool(stacks) and all(map(processes.in_collective, stacks))
     for rank, reply in enumerate(replies):
         if reply.data is not None:
-            part = Trace.from_bytes(reply.data[1:], f"the answer of rank {rank}")
-            trace.calls[rank], trace.relations = part.calls[0], part.relations or trace.relations
-            trace.errors += [f"rank {rank}: {error}" for error in part.errors]
+            add_part(trace, rank, reply.data[1:])
         else:
-            trace.calls[rank] = _calls_of_lost_rank(rank, reply, trace, waited, deadlock)
+            trace.calls[rank] = calls_of_lost_rank(rank, reply, trace, waited, deadlock)
 
 
-def _calls_of_lost_rank(
+def add_part(trace: Trace, rank: int, data: bytes) -> None:
+    """Take what one rank recorded into the trace of all."""
+    part = Trace.from_bytes(data, f"the answer of rank {rank}")
+    trace.calls[rank], trace.relations = part.calls[0], part.relations or trace.relations
+    trace.errors += [f"rank {rank}: {error}" for error in part.errors]
+
+
+def calls_of_lost_rank(
     rank: int, reply: processes.Reply, trace: Trace, deadline: float, deadlock: bool
 ) -> list[Call]:
     """What is known of a rank that sent no data: the calls it entered, and why the last one has no end."""
@@ -388,6 +401,13 @@ def _calls_of_lost_rank(
                 peer = kind == "PeerFailed"
                 call.error = {"type": kind, "message": message, "where": "outside Python", "peer": peer}
     return calls
+
+
+#: World -> how a case is recorded there; parity.py adds ``torchrun`` in a process that torchrun started.
+RECORDERS: dict[str, Callable[[Job, Case, Trace], None]] = {
+    "threads": _record_in_threads,
+    "processes": _record_in_processes,
+}
 
 
 def judge(trace: Trace, checks: Sequence[Check] | None = None) -> Verdict:

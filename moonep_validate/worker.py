@@ -20,7 +20,7 @@ import torch.distributed as dist
 from moonep_validate.case import Case
 from moonep_validate.engine import Job, open_trace, rank_main
 from moonep_validate.subjects import engines
-from moonep_validate.trace import Recorder, described
+from moonep_validate.trace import Recorder, Trace, described
 from moonep_validate.worlds.comm import CollectiveError
 from moonep_validate.worlds.flight import DONE, Flight, Logged, tell_peers, watch_torch
 from moonep_validate.worlds.local import LocalComm, Star
@@ -69,9 +69,15 @@ def _serve(connection: Connection, request: bytes, flight: Flight, star: Star) -
         connection.send_bytes(b"RF")
         return
     job, case = Job.from_json(message["job"]), Case.parse(message["case"])
-    flight.begin(message["case"])
-    trace = open_trace(job, case)
-    recorder, comm, failed = Recorder(flight.tell), Logged(LocalComm(star), flight), False
+    trace, failed = record_rank(job, case, Logged(LocalComm(star), flight))
+    connection.send_bytes(b"R" + (b"E" if failed else b"F") + trace.to_bytes())
+
+
+def record_rank(job: Job, case: Case, comm: Logged) -> tuple[Trace, bool]:
+    """This rank's part of a case, as a trace of one rank, and whether the rank raised; peers are told of that."""
+    flight, trace, failed = comm.flight, open_trace(job, case), False
+    flight.begin(str(case))
+    recorder = Recorder(flight.tell)
     try:
         trace.relations = rank_main(job, case, comm, recorder)
         flight.note(DONE)
@@ -83,7 +89,7 @@ def _serve(connection: Connection, request: bytes, flight: Flight, star: Star) -
         if not any(call.error for call in recorder.calls):
             trace.errors.append("{type}: {message} ({where})".format(**described(error)))
     trace.calls = [recorder.calls]
-    connection.send_bytes(b"R" + (b"E" if failed else b"F") + trace.to_bytes())
+    return trace, failed
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from typing import Any
 
 from moonep_validate.worlds.flight import CALL, DONE, ENTER, LEAVE, RAISED, RETURN, Record
 
+#: Stands for the exit code of a process that is gone, where nobody can know it.
+GONE = 1000
 #: Log lines kept of each rank.
 LINES = 20
 #: What a rank raises because of its peers; the cause is elsewhere.
@@ -218,6 +220,8 @@ def _names(members: Sequence[int]) -> str:
 
 
 def _end(code: int) -> str:
+    if code == GONE:
+        return "is gone (its process ended)"
     if code >= 0:
         return f"ended with exit code {code}"
     try:

@@ -92,6 +92,11 @@ class Flight:
         self._depth = 0
         self._calls: list[tuple[str, str]] = []
 
+    @property
+    def count(self) -> int:
+        """Records so far."""
+        return self._count
+
     def begin(self, case: str) -> None:
         """A new case; collectives are counted from here."""
         self._begin, self._number, self._depth = self._count, 0, 0
@@ -235,6 +240,12 @@ def tell_peers(comm: Logged, error: BaseException) -> None:
     """Let the peers know that this rank raised: it enters a collective of that name in place of theirs."""
     with suppress(CollectiveError), comm.flight.hushed():
         comm.inner.exchange(f"{_RAISED}{type(error).__name__}: {error}", None)
+
+
+def finish(comm: Logged) -> None:
+    """Enter a collective of its own at the end of a case, so that peers that are still in one do not wait."""
+    with comm.flight.hushed(), _told():
+        comm.inner.exchange("the end of the case", None)
 
 
 @contextmanager
