@@ -106,7 +106,8 @@ def sampled_rows(end: int, count: int = SAMPLED_ROWS) -> Tensor:
 @lru_cache(maxsize=16)
 def _coefficients(count: int, device: torch.device) -> Tensor:
     """Odd int64 coefficients, ``[count, 2]``."""
-    return hashed("digest", 0, torch.arange(count)[:, None], torch.arange(2)).to(device) | 1
+    odd: Tensor = hashed("digest", 0, torch.arange(count)[:, None], torch.arange(2)).to(device) | 1
+    return odd
 
 
 def digest(tensor: Tensor) -> Tensor:

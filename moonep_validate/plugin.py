@@ -54,6 +54,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Read the options now, so that a typo is a usage error and not a failing test."""
+    for marker in ("gpu: needs a GPU", "multigpu: needs several GPUs, and starts its own ranks on them"):
+        config.addinivalue_line("markers", marker)
     option = config.getoption
     try:
         cases = [Case.parse(line) for line in option("--moonep-case")]
