@@ -6,6 +6,7 @@ report is printed, and every rank exits with the same code.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from moonep_validate.worlds import torchrun
 from moonep_validate.worlds.autopsy import Rank, autopsy
 from moonep_validate.worlds.dist import DistComm
 from moonep_validate.worlds.flight import Logged, finish, phases
+from moonep_validate.worlds.place import place
 from moonep_validate.worlds.processes import Reply, in_collective
 
 if TYPE_CHECKING:
@@ -46,13 +48,14 @@ class Parity:
     Attributes:
         cases: that are to run.
         verdicts: so far, on rank 0.
-        folder: for the report, on rank 0.
+        folder, console: for the report, on rank 0.
     """
 
     def __init__(self, world: torchrun.World, job: Job) -> None:
         self.world, self.job = world, job
         self.cases, self.verdicts = list[Case](), list[Verdict]()
         self.folder: OutputFolder | None = None
+        self.console = Console(width=None if sys.stdout.isatty() else 120)
         self._keys: set[object] = set()
         self._case: Case | None = None
         world.on_lost = self._bury
@@ -125,7 +128,7 @@ class Parity:
 
     def _bury(self, ranks: list[Rank], silent: float | None, why: str) -> int:
         """Rank 0's last words: the case that was lost, judged from what the ranks left, and the report."""
-        console, case = Console(width=None if sys.stdout.isatty() else 120), self._case
+        console, case = self.console, self._case
         if case is None:
             console.print(f"moonep-validate: the ranks were lost before a case began: {why}", highlight=False)
             return 14
@@ -170,7 +173,7 @@ def join(job: Job, cases: Sequence[Case], folder: Callable[[], OutputFolder | No
     try:
         parity = enter(job, cases)
     except CaseError:
-        if (here := torchrun.place()) and here.rank:  # rank 0 says it; torchrun would kill it for our exit
+        if (here := place()) and here.rank:  # rank 0 says it; torchrun would kill it for our exit
             time.sleep(_SAY_SECONDS)
             _exit(_USAGE)
         raise
@@ -180,12 +183,17 @@ def join(job: Job, cases: Sequence[Case], folder: Callable[[], OutputFolder | No
         parity.world.end()
         _exit(code)
     parity.folder = folder()
+    if others := len(cases) - len(parity.cases):
+        parity.console.print(
+            f"{others} cases are left out, since they do not have the {parity.world.size} ranks of torchrun",
+            highlight=False,
+        )
     return parity
 
 
 def enter(job: Job, cases: Sequence[Case]) -> Parity:
     """The part of ``join`` that pytest needs too."""
-    here = torchrun.place()
+    here = place()
     if here is None:
         raise CaseError(f"parity runs as a rank of torchrun, which is not around; start it with: {COMMAND}")
     if job.engine:
@@ -202,5 +210,7 @@ def enter(job: Job, cases: Sequence[Case]) -> Parity:
 
 
 def _exit(code: int) -> NoReturn:
+    """At once, since torchrun ends what is still there when the first rank has failed."""
     sys.stdout.flush()
-    sys.exit(code)
+    sys.stderr.flush()
+    os._exit(code)

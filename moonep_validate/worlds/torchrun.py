@@ -16,9 +16,9 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,42 +29,13 @@ import torch.distributed as dist
 from moonep_validate.case import CaseError
 from moonep_validate.worlds.autopsy import GONE, Rank
 from moonep_validate.worlds.flight import Flight, Record, read, watch_torch
+from moonep_validate.worlds.place import Place
 
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 #: Longer than any deadline of a case, as in worker.py: the watchdog decides, and says where.
 _SECONDS = 3600
 #: For the other ranks to say where they are, and for rank 0 to write that down.
 _PATIENCE = 10.0
 _TICK = 0.1
-
-
-@dataclass(frozen=True)
-class Place:
-    """What torchrun says about this process."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    address: str
-    port: int
-
-
-def place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """This process's place in a job of torchrun, or None if it is in none.
-
-    Raises:
-        CaseError: if a number among the variables is none.
-    """
-    if any(name not in environment for name in VARIABLES):
-        return None
-    texts = {name: environment[name] for name in VARIABLES}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
-        if not texts[name].isdigit():
-            raise CaseError(f"{name} is {texts[name]!r}, a whole number is needed; start with torchrun")
-    rank, size, local_rank, port = (int(texts[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"))
-    local_size = int(environment.get("LOCAL_WORLD_SIZE", local_rank + 1))
-    return Place(rank, size, local_rank, local_size, texts["MASTER_ADDR"], port)
 
 
 class World:
