@@ -148,7 +148,9 @@ class Parity:
     def _lost_trace(self, case: Case, ranks: list[Rank], silent: float | None, why: str) -> Trace:
         trace = open_trace(self.job, case)
         trace.calls, trace.autopsy = [[] for _ in ranks], autopsy(ranks, silent)
-        replies = [Reply(phases=phases(r.records), ended=r.ended, stack=r.stack if silent else None) for r in ranks]
+        replies = [
+            Reply(phases=phases(r.records), ended=r.ended, stack=r.stack if silent else None) for r in ranks
+        ]
         stacks = [reply.stack for reply in replies if reply.stack]
         deadlock = bool(stacks) and all(map(in_collective, stacks))
         for rank, reply in enumerate(replies):
@@ -200,7 +202,9 @@ def enter(job: Job, cases: Sequence[Case]) -> Parity:
         raise CaseError(f"parity judges a Buffer, and {job.engine} starts its own ranks; use run")
     if not any(case.R == here.size for case in cases):
         known = ", ".join(map(str, sorted({case.R for case in cases}))) or "none"
-        raise CaseError(f"torchrun started {here.size} ranks, and no case has R={here.size}; there are R = {known}")
+        raise CaseError(
+            f"torchrun started {here.size} ranks, and no case has R={here.size}; there are R = {known}"
+        )
     if reason := engine.too_few_gpus(job, here.local_size):
         raise CaseError(reason)
     world = torchrun.World(here, job.device)

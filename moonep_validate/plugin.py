@@ -38,7 +38,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--moonep-case", action="append", default=[], help="a case line in place of the profile; repeatable")
     add("--moonep-subject", default="reference", help="reference, vllm, sglang, or MODULE:CLASS of an integration")
     add("--moonep-sglang-path", help="folder with the package sglang; first on the import path of the ranks")
-    add("--moonep-device", choices=("cpu", "cuda"), help="where tensors live; cpu, for an engine cuda if there are GPUs")
+    add(
+        "--moonep-device",
+        choices=("cpu", "cuda"),
+        help="where tensors live; cpu, for an engine cuda if there are GPUs",
+    )
     add("--moonep-waivers", help="file of known defects of an engine; none: no waivers; else those we ship")
     add("--moonep-require", action="append", default=[], help="STAGE=PACKAGE that must really run, e.g. load=vllm")
     add("--moonep-module", help="importable module with MoonEP's Buffer; else the embedded reference is judged")

@@ -34,7 +34,11 @@ _PARITY: pytest.StashKey[Parity] = pytest.StashKey()
 
 def add_options(add: Callable[..., None]) -> None:
     """Options about worlds."""
-    add("--moonep-world", choices=("threads", "processes"), help="where ranks run; by default the subject's own way")
+    add(
+        "--moonep-world",
+        choices=("threads", "processes"),
+        help="where ranks run; by default the subject's own way",
+    )
     add("--moonep-ranks", type=int, help="only the cases of so many ranks")
     add(
         "--require-gpus",
@@ -81,7 +85,9 @@ def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = config.stash[_PLACE]
     if here is None:
         return
-    cases = {item: getattr(item, "callspec").params.get("moonep_case") for item in items if hasattr(item, "callspec")}
+    cases = {
+        item: getattr(item, "callspec").params.get("moonep_case") for item in items if hasattr(item, "callspec")
+    }
     others = [item for item, case in cases.items() if case is not None and here.size != case.R]
     if others:
         config.hook.pytest_deselected(items=others)

@@ -155,7 +155,9 @@ hot:6+marked_slots+@slot_used hot:6+metamorphic+@slot_used fill:real+zipf:1.0+in
 def _multigpu() -> str:
     """Each routing with exact and with real data, and the other scenarios once, on every key."""
     words = [f"{fill}{word}" for fill in ("", "fill:real+") for word in _MULTIGPU_WORDS.split()]
-    return "\n".join(f"{key}+{word}" for key in _MULTIGPU_KEYS.split() for word in (*words, *_MULTIGPU_ONCE.split()))
+    return "\n".join(
+        f"{key}+{word}" for key in _MULTIGPU_KEYS.split() for word in (*words, *_MULTIGPU_ONCE.split())
+    )
 
 
 def profile(name: str) -> list[Case]:

@@ -201,10 +201,7 @@ def _missing(ranks: Sequence[Rank]) -> str:
     name = ranks[inside[0]].waiting
     others = [rank for rank in range(len(ranks)) if rank not in inside]
     verb = "waits" if len(inside) == 1 else "wait"
-    return (
-        f"{_names(others)} never entered {name}; {_names(inside)} {verb} in it; "
-        f"{_listed(ranks, others)}"
-    )
+    return f"{_names(others)} never entered {name}; {_names(inside)} {verb} in it; {_listed(ranks, others)}"
 
 
 def _listed(ranks: Sequence[Rank], chosen: Sequence[int]) -> str:
@@ -233,4 +230,6 @@ def _end(code: int) -> str:
 
 def _last(one: Rank) -> float:
     """When it raised, or else its last sign."""
-    return next((r.seconds for r in one.records if r.kind == RAISED), one.records[-1].seconds if one.records else 0.0)
+    return next(
+        (r.seconds for r in one.records if r.kind == RAISED), one.records[-1].seconds if one.records else 0.0
+    )

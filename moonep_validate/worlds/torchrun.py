@@ -58,7 +58,9 @@ class World:
         timeout = timedelta(seconds=_SECONDS)
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=timeout)
         self.control = dist.new_group(backend="gloo", timeout=timeout)
-        client = dist.TCPStore(place.address, place.port, None, False, timedelta(seconds=60), wait_for_workers=False)
+        client = dist.TCPStore(
+            place.address, place.port, None, False, timedelta(seconds=60), wait_for_workers=False
+        )
         self.store = dist.PrefixStore("moonep-validate", client)
         folder = self.share(tempfile.mkdtemp(prefix="moonep-validate-") if self.rank == 0 else None)
         self.folder = Path(folder)
@@ -102,7 +104,9 @@ class World:
         """
         values = self.everybody(value)
         if other := [rank for rank, one in enumerate(values) if one != values[0]]:
-            raise CaseError(f"rank {other[0]} has another {what} than rank 0: start all ranks with the same command")
+            raise CaseError(
+                f"rank {other[0]} has another {what} than rank 0: start all ranks with the same command"
+            )
 
     @contextmanager
     def watched(self, limit: float) -> Iterator[None]:
