@@ -126,8 +126,8 @@ def run(
     if require:
         _require(job, require)
     _one_of("--keep", keep, ("failed", "all", "none"))
-    world = commands_worlds.joined(context.info_name, job, cases, lambda: _folder(out) if out else None)
-    job, cases, folder = world.job, world.cases, world.folder
+    here = commands_worlds.joined(context.info_name, job, cases, lambda: _folder(out) if out else None)
+    job, cases, folder = here.job, here.cases, here.folder
     from moonep_validate.engine import run_case
 
     def record_and_judge(one: Case) -> tuple[Trace, Verdict]:
@@ -137,8 +137,8 @@ def run(
         return trace, verdict
 
     title = f"profile {profile_name}" if not case else f"{len(cases)} case{'s' * (len(cases) > 1)}"
-    summary = _judge_all(cases, world.judged(record_and_judge), job, title, folder, shrink_seconds)
-    world.end(summary.exit_code)
+    summary = _judge_all(cases, here.judged(record_and_judge), job, title, folder, shrink_seconds)
+    here.end(summary.exit_code)
     _finish(summary)
 
 
@@ -444,7 +444,7 @@ def _other(error: Exception) -> int:
 
 
 def _job_and_cases(options: Mapping[str, Any], profile_name: str) -> tuple[Job, list[Case]]:
-    """What a run judges, and on which cases: those given, else the profile's, the ones of a Buffer key together."""
+    """What a run judges, and on which cases: those given, else the profile's, by Buffer key."""
     lines, listed = [Case.parse(text) for text in options["case"] or ()], profile(profile_name)
     job = _job(options)
     from moonep_validate.engine import select_cases

@@ -62,7 +62,7 @@ class Job:
         destructive: run bad input on the module that may trap, hang or end the process.
         faults: seeded faults.
         deadline: seconds that a rank may run without a sign of life.
-        first_deadline: the same in the first case of a Buffer key, where memory is mapped and kernels are compiled;
+        first_deadline: the same in the first case of a Buffer key, where memory is mapped and kernels compiled;
             None is three times the deadline.
         waivers: a file of known defects; None is what ships with the suite, an empty text is none.
         options: the command-line options beside ``--case`` and ``--fault`` that lead to this job.

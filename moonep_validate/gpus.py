@@ -1,6 +1,6 @@
 """Which GPUs may this process use now? Disjoint sets for processes that run side by side, by locks on files.
 
-One file for each GPU, in a folder of the user; the kernel drops the lock of a process that is killed. A GPU goes by
+One file for each GPU, in a folder of the user; the kernel drops the lock of a killed process. A GPU goes by
 its name in CUDA_VISIBLE_DEVICES, so sessions that see overlapping sets keep apart too.
 """
 

@@ -1,4 +1,4 @@
-"""What does a rank of torchrun do? Rank 0 leads: it runs the loop over cases, judges and reports; the others serve.
+"""What does a rank of torchrun do? Rank 0 leads: it loops over cases, judges and reports; the others serve.
 
 Each rank records its own calls; rank 0 gathers their bytes, judges them, and tells all ranks the verdict. So one
 report is printed, and every rank exits with the same code.
@@ -170,7 +170,7 @@ def join(job: Job, cases: Sequence[Case], folder: Callable[[], OutputFolder | No
         folder: makes the folder of the report; called on rank 0.
 
     Raises:
-        CaseError: without torchrun, for an engine, if no case has as many ranks, or if ranks were started differently.
+        CaseError: without torchrun, for an engine, if no case has as many ranks, or if ranks differ.
     """
     try:
         parity = enter(job, cases)
@@ -200,7 +200,7 @@ def enter(job: Job, cases: Sequence[Case]) -> Parity:
         raise CaseError(f"parity runs as a rank of torchrun, which is not around; start it with: {COMMAND}")
     if job.engine:
         raise CaseError(f"parity judges a Buffer, and {job.engine} starts its own ranks; use run")
-    if not any(case.R == here.size for case in cases):
+    if not any(here.size == case.R for case in cases):
         known = ", ".join(map(str, sorted({case.R for case in cases}))) or "none"
         raise CaseError(
             f"torchrun started {here.size} ranks, and no case has R={here.size}; there are R = {known}"

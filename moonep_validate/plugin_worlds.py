@@ -1,7 +1,7 @@
-"""What does the pytest plugin do about GPUs and ranks? Markers, leases, and sessions in which each rank is a pytest.
+"""What does the pytest plugin do about GPUs and ranks? Markers, leases, and sessions of several ranks.
 
-Under torchrun every rank runs the same tests in the same order; rank 0 judges and prints. Nothing here imports torch
-before it is needed.
+Under torchrun every rank runs the same tests in the same order; rank 0 judges and prints. torch is imported
+only when it is needed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MARKERS = {
     "multigpu": "multigpu(n=2): needs so many GPUs, and starts its own ranks on them",
 }
 _NEEDED = {"gpu": 1, "multigpu": 2}
-_PLACE = pytest.StashKey["Place | None"]()
+_PLACE = pytest.StashKey[Place | None]()
 _PARITY: pytest.StashKey[Parity] = pytest.StashKey()
 
 
@@ -73,7 +73,7 @@ def quiet(config: pytest.Config) -> None:
     """Under torchrun rank 0 prints, once the reporter is there."""
     here, reporter = config.stash[_PLACE], _reporter(config)
     if here and here.rank and reporter is not None:
-        reporter._tw._file = Path(os.devnull).open("w")
+        reporter._tw._file = Path(os.devnull).open("w")  # noqa: SIM115 - until the process ends
 
 
 def _reporter(config: pytest.Config) -> Any:
@@ -85,9 +85,7 @@ def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = config.stash[_PLACE]
     if here is None:
         return
-    cases = {
-        item: getattr(item, "callspec").params.get("moonep_case") for item in items if hasattr(item, "callspec")
-    }
+    cases = {item: item.callspec.params.get("moonep_case") for item in items if hasattr(item, "callspec")}
     others = [item for item, case in cases.items() if case is not None and here.size != case.R]
     if others:
         config.hook.pytest_deselected(items=others)

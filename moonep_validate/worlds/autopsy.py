@@ -58,7 +58,7 @@ class Rank:
 
     @property
     def raised(self) -> str:
-        """What ended its case, as ``Type: message``, or empty; an exception that was caught is followed by more."""
+        """What ended its case, as ``Type: message``, or empty; one that was caught is followed by more."""
         return self.records[-1].name if self.records and self.records[-1].kind == RAISED else ""
 
     @property

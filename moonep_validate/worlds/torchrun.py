@@ -1,8 +1,8 @@
 """How is this process one rank of a job that torchrun started? A world in which rank 0 leads and the others serve.
 
-Beside the group of the subject there is one of our own, over gloo, for what the ranks tell each other about a case.
-A thread in every rank watches it: after a deadline without a sign from any rank, or where a peer is gone, every rank
-says where it is, rank 0 writes down what it knows, and all processes end.
+Beside the group of the subject there is one of our own, over gloo, for what the ranks tell each other about a
+case. A thread in every rank watches it: after a deadline without a sign from any rank, or where a peer is gone,
+every rank says where it is, rank 0 writes down what it knows, and all processes end.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from moonep_validate.case import CaseError
 from moonep_validate.worlds.autopsy import GONE, Rank
@@ -46,8 +47,7 @@ class World:
         device: ``cpu`` or ``cuda``.
 
     Attributes:
-        on_lost: what rank 0 does with (ranks, seconds of silence or None, why) before all processes end; returns the
-            exit code.
+        on_lost: what rank 0 does with (ranks, seconds of silence or None, why) at the end; returns the exit code.
     """
 
     def __init__(self, place: Place, device: str) -> None:
@@ -58,10 +58,8 @@ class World:
         timeout = timedelta(seconds=_SECONDS)
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=timeout)
         self.control = dist.new_group(backend="gloo", timeout=timeout)
-        client = dist.TCPStore(
-            place.address, place.port, None, False, timedelta(seconds=60), wait_for_workers=False
-        )
-        self.store = dist.PrefixStore("moonep-validate", client)
+        client = TCPStore(place.address, place.port, None, False, timedelta(seconds=60), wait_for_workers=False)
+        self.store = PrefixStore("moonep-validate", client)
         folder = self.share(tempfile.mkdtemp(prefix="moonep-validate-") if self.rank == 0 else None)
         self.folder = Path(folder)
         self.folder.mkdir(exist_ok=True)  # on another host it is not there
@@ -120,7 +118,7 @@ class World:
             self._limit = None
 
     def end(self, folder_too: bool = True) -> None:
-        """Wait for all ranks, so that none exits while another one is at work: torchrun kills at the first failure."""
+        """Wait for all ranks, so that none exits while another is at work: torchrun kills at the first failure."""
         with suppress(RuntimeError), self._hushed():
             dist.barrier(group=self.control)
         (self.folder / f"flight{self.rank}").unlink(missing_ok=True)

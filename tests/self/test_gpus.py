@@ -29,7 +29,7 @@ def test_leases_are_disjoint_and_end() -> None:
         with leased(2, environment=other) as others:
             assert others == ["GPU-3a/b", "1"]
             with (
-                pytest.raises(TimeoutError, match="1 of 4 GPUs were not free within 0.2 s"),
+                pytest.raises(TimeoutError, match=r"1 of 4 GPUs were not free within 0\.2 s"),
                 leased(1, 0.2, {PRETEND: "4", VISIBLE: "7,5,GPU-3a/b,1"}),
             ):
                 pass

@@ -6,6 +6,7 @@ import pickle
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -208,7 +209,10 @@ def test_a_first_case_of_a_key_has_a_longer_deadline() -> None:
 
 
 def test_values_travel_between_local_ranks_bit_for_bit() -> None:
-    sent = {"a": torch.tensor([[1.0, float("nan")]], dtype=torch.bfloat16), "b": [torch.zeros(0, 3), "text", None]}
+    sent: dict[str, Any] = {
+        "a": torch.tensor([[1.0, float("nan")]], dtype=torch.bfloat16),
+        "b": [torch.zeros(0, 3), "text", None],
+    }
     got = pickle.loads(local._packed(sent))
     assert same_bits(got["a"], sent["a"])
     assert (got["b"][0].shape, got["b"][1:]) == ((0, 3), ["text", None])
