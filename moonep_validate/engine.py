@@ -32,6 +32,7 @@ from moonep_validate.verdict import NO_CHECK, STAGES, Finding, Result, Verdict
 from moonep_validate.waivers import SHIPPED, Waiver, read_waivers, waive
 from moonep_validate.witnesses import count_witnesses, vacuous_reasons
 from moonep_validate.worlds import processes, threads
+from moonep_validate.worlds.autopsy import how_ended
 from moonep_validate.worlds.comm import Comm
 
 #: What check F1 promises; it needs no comparison and so no entry in ``CHECKS``.
@@ -392,7 +393,7 @@ def calls_of_lost_rank(
     elif not stuck:
         kind, message = "PeerFailed", "stopped while waiting for its peers"
         if reply.ended is not None:
-            kind, message = "ProcessEnded", f"the process ended with exit code {reply.ended}"
+            kind, message = "ProcessEnded", f"the process {how_ended(reply.ended)}"
         elif deadlock:  # nobody failed and nobody is busy, so the peers that it waits for are done
             kind, message = "Deadlock", f"rank {rank} waits in {last.op} for peers that do not come"
         for call in calls:

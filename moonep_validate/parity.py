@@ -20,7 +20,7 @@ from moonep_validate.case import Case, CaseError
 from moonep_validate.engine import Job, add_part, buffer_key, calls_of_lost_rank, judge, open_trace
 from moonep_validate.report import terminal
 from moonep_validate.report.summary import Summary
-from moonep_validate.trace import Trace
+from moonep_validate.trace import Call, Trace
 from moonep_validate.verdict import Verdict
 from moonep_validate.worker import record_rank
 from moonep_validate.worlds import torchrun
@@ -85,7 +85,8 @@ class Parity:
                     finish(comm)
                 except RuntimeError as error:
                     trace.errors.append(f"this rank had finished, and its peers had not: {error}")
-            return self.world.gather(trace.to_bytes())
+            with self.world.hurried(failed and not job.embedded):
+                return self.world.gather(trace.to_bytes())
         raise AssertionError("a lost world has ended this process")
 
     def led(self, function: Callable[[], T]) -> T:
@@ -155,10 +156,21 @@ class Parity:
         deadlock = bool(stacks) and all(map(in_collective, stacks))
         for rank, reply in enumerate(replies):
             if not ranks[rank].done or reply.ended is not None:
-                trace.calls[rank] = calls_of_lost_rank(rank, reply, trace, silent or 0.0, deadlock)
-        if not trace.hung and not silent:
+                trace.calls[rank] = _with_error(
+                    ranks[rank], calls_of_lost_rank(rank, reply, trace, silent or 0.0, deadlock)
+                )
+        if not silent and not any(rank.failed for rank in ranks):
             trace.errors.append(f"the ranks were lost: {why}; {trace.autopsy['diagnosis']}")
         return trace
+
+
+def _with_error(rank: Rank, calls: list[Call]) -> list[Call]:
+    """The calls of a lost rank; what it raised, as far as its log says, is the error of the innermost one."""
+    if rank.failed and rank.raised and calls:
+        kind, _, message = rank.raised.partition(": ")
+        calls[-1].done = True
+        calls[-1].error = {"type": kind, "message": message, "where": rank.place, "peer": False}
+    return calls
 
 
 def join(job: Job, cases: Sequence[Case], folder: Callable[[], OutputFolder | None]) -> Parity:

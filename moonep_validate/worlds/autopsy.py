@@ -117,7 +117,7 @@ class Rank:
     def state(self) -> str:
         """One phrase."""
         if self.ended is not None:
-            return f"{_end(self.ended)} in {self.place}"
+            return f"{how_ended(self.ended)} in {self.place}"
         if self.raised and not self.of_peers:
             return f"raised {self.raised} in {self.place}"
         if self.done and not self.raised:
@@ -175,7 +175,7 @@ def _failure(rank: int, ranks: Sequence[Rank]) -> str:
     """What a rank that ended or raised died of."""
     one = ranks[rank]
     if one.ended is not None:
-        return f"rank {rank} {_end(one.ended)} in {one.place}"
+        return f"rank {rank} {how_ended(one.ended)} in {one.place}"
     if "device-side assert" in one.raised:
         return f"CUDA device-side assert on rank {rank} in {one.place}: its context is poisoned"
     if "OutOfMemoryError" in one.raised or "MemoryError" in one.raised or "out of memory" in one.raised:
@@ -216,9 +216,10 @@ def _names(members: Sequence[int]) -> str:
     return f"rank{'s' * (len(members) > 1)} {', '.join(map(str, members))}"
 
 
-def _end(code: int) -> str:
+def how_ended(code: int) -> str:
+    """An exit code in words."""
     if code == GONE:
-        return "is gone (its process ended)"
+        return "ended (torchrun knows how)"
     if code >= 0:
         return f"ended with exit code {code}"
     try:

@@ -31,6 +31,7 @@ from moonep_validate.case import CaseError
 from moonep_validate.worlds.autopsy import GONE, Rank
 from moonep_validate.worlds.flight import Flight, Record, read, watch_torch
 from moonep_validate.worlds.place import Place
+from moonep_validate.worlds.processes import GRACE
 
 #: Longer than any deadline of a case, as in worker.py: the watchdog decides, and says where.
 _SECONDS = 3600
@@ -117,6 +118,15 @@ class World:
         finally:
             self._limit = None
 
+    @contextmanager
+    def hurried(self, failed: bool) -> Iterator[None]:
+        """Where this rank raised, and its peers cannot know, they get a moment only to come out of collectives."""
+        if failed:
+            self.store.add("raised", 1)
+        yield
+        if failed:
+            self.store.add("raised", -1)
+
     def end(self, folder_too: bool = True) -> None:
         """Wait for all ranks, so that none exits while another is at work: torchrun kills at the first failure."""
         with suppress(RuntimeError), self._hushed():
@@ -194,6 +204,8 @@ class World:
             if latest != total:
                 total, self._since = latest, time.monotonic()
             limit = self._limit
+            if limit is not None and self.store.add("raised", 0):
+                limit = min(limit, GRACE)
             if limit is not None and time.monotonic() - self._since > limit:
                 self.lost(limit, "")
 
