@@ -61,7 +61,7 @@ def core(console: Console, naive: Path | None) -> None:
 
 
 def worlds(console: Console) -> None:
-    """Small cases a second of four ranks as processes against the same as threads, and what a pool costs to start."""
+    """Small cases a second of four ranks as processes against threads, and what a pool costs to start."""
     rates, case = {}, _SMALL
     for world in ("threads", "processes"):
         job = Job(world=world)

@@ -41,6 +41,7 @@ app = typer.Typer(
     "11 fault not exercised, 12 unknown, 13 hung, 14 error of the suite.",
 )
 app.command()(commands_worlds.bench)
+app.command()(commands_worlds.races)
 _out = Console(width=None if sys.stdout.isatty() else 120)
 
 CaseOption = Annotated[list[str] | None, typer.Option("--case", help="A case line; may be repeated.")]
@@ -67,6 +68,9 @@ DeviceOption = Annotated[
 ]
 WorldOption = Annotated[
     str | None, typer.Option(help="threads or processes: where ranks run; by default the subject's own way.")
+]
+RecordOption = Annotated[
+    str, typer.Option("--record", help="What to keep of large tensors: plan, digest, columns[:N] or full.")
 ]
 RanksOption = Annotated[int | None, typer.Option(min=1, help="Only the cases of so many ranks.")]
 RequireOption = Annotated[
@@ -113,6 +117,7 @@ def run(
     destructive: DestructiveOption = False,
     fault: FaultOption = None,
     deadline: DeadlineOption = 30.0,
+    record: RecordOption = "full",
     out: Annotated[Path | None, typer.Option(help="Folder for report.json and traces.")] = None,
     require: RequireOption = None,
     keep: Annotated[
@@ -126,8 +131,8 @@ def run(
     if require:
         _require(job, require)
     _one_of("--keep", keep, ("failed", "all", "none"))
-    world = commands_worlds.joined(context.info_name, job, cases, lambda: _folder(out) if out else None)
-    job, cases, folder = world.job, world.cases, world.folder
+    here = commands_worlds.joined(context.info_name, job, cases, lambda: _folder(out) if out else None)
+    job, cases, folder = here.job, here.cases, here.folder
     from moonep_validate.engine import run_case
 
     def record_and_judge(one: Case) -> tuple[Trace, Verdict]:
@@ -137,8 +142,8 @@ def run(
         return trace, verdict
 
     title = f"profile {profile_name}" if not case else f"{len(cases)} case{'s' * (len(cases) > 1)}"
-    summary = _judge_all(cases, world.judged(record_and_judge), job, title, folder, shrink_seconds)
-    world.end(summary.exit_code)
+    summary = _judge_all(cases, here.judged(record_and_judge), job, title, folder, shrink_seconds)
+    here.end(summary.exit_code)
     _finish(summary)
 
 
@@ -173,6 +178,7 @@ def shrink(
     destructive: DestructiveOption = False,
     fault: FaultOption = None,
     deadline: DeadlineOption = 30.0,
+    record: RecordOption = "full",
     seconds: Annotated[float, typer.Option(min=1.0, help="Budget.")] = 60.0,
 ) -> None:
     """Find the smallest case that fails in the same way."""
@@ -444,7 +450,7 @@ def _other(error: Exception) -> int:
 
 
 def _job_and_cases(options: Mapping[str, Any], profile_name: str) -> tuple[Job, list[Case]]:
-    """What a run judges, and on which cases: those given, else the profile's, the ones of a Buffer key together."""
+    """What a run judges, and on which cases: those given, else the profile's, by Buffer key."""
     lines, listed = [Case.parse(text) for text in options["case"] or ()], profile(profile_name)
     job = _job(options)
     from moonep_validate.engine import select_cases
@@ -469,6 +475,7 @@ def _job(options: Mapping[str, Any]) -> Job:
             path=options["sglang_path"],
             waivers="" if options["waivers"] == "none" else options["waivers"],
             world=options.get("world"),
+            keep=options.get("record", "full"),
             **given,
         )
 

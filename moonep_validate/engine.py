@@ -33,6 +33,7 @@ from moonep_validate.verdict import NO_CHECK, STAGES, Finding, Result, Verdict
 from moonep_validate.waivers import SHIPPED, Waiver, read_waivers, waive
 from moonep_validate.witnesses import count_witnesses, vacuous_reasons
 from moonep_validate.worlds import processes, threads
+from moonep_validate.worlds.autopsy import how_ended
 from moonep_validate.worlds.comm import Comm
 
 #: What check F1 promises; it needs no comparison and so no entry in ``CHECKS``.
@@ -64,7 +65,7 @@ class Job:
         faults: seeded faults.
         deadline: seconds that a rank may run without a sign of life.
         keep: how much of each tensor is recorded, see keep.py.
-        first_deadline: the same in the first case of a Buffer key, where memory is mapped and kernels are compiled;
+        first_deadline: the same in the first case of a Buffer key, where memory is mapped and kernels compiled;
             None is three times the deadline.
         waivers: a file of known defects; None is what ships with the suite, an empty text is none.
         options: the command-line options beside ``--case`` and ``--fault`` that lead to this job.
@@ -155,8 +156,13 @@ def make_job(
             judged, or an engine whose calls do not fit the ``moonep`` that it would get.
     """
     parsed = tuple(parse_fault(text) for text in faults)
+    keep = str(Keep.parse(keep))
     _refuse_world(world, device, module or (subject if subject != "reference" else None))
     if subject != "reference":
+        if keep != "full":
+            raise CaseError(
+                f"--record {keep} goes with a Buffer; an engine's cases are small and recorded in full"
+            )
         if module or api or policy or relaxed or destructive:
             raise CaseError(
                 f"--subject {subject}: --moonep-module, --api, --policy, --relaxed and --destructive "
@@ -176,10 +182,10 @@ def make_job(
     if module is None:
         if api or policy or relaxed or destructive:
             raise CaseError("--api, --policy, --relaxed and --destructive go with --moonep-module")
-        return Job(world=world, device=device, faults=parsed, deadline=deadline, options=options)
+        return Job(world=world, device=device, faults=parsed, deadline=deadline, keep=keep, options=options)
     options += " --relaxed" * relaxed + " --destructive" * destructive
     job = Job(module, None, None, relaxed=relaxed, destructive=destructive, faults=parsed, deadline=deadline)
-    job = replace(job, world=world, device=device, options=options)
+    job = replace(job, world=world, device=device, keep=keep, options=options)
     generation, part = probe(module, api, policy, job.environment)
     return replace(job, generation=generation, part=part)
 
@@ -406,7 +412,7 @@ def calls_of_lost_rank(
     elif not stuck:
         kind, message = "PeerFailed", "stopped while waiting for its peers"
         if reply.ended is not None:
-            kind, message = "ProcessEnded", f"the process ended with exit code {reply.ended}"
+            kind, message = "ProcessEnded", f"the process {how_ended(reply.ended)}"
         elif deadlock:  # nobody failed and nobody is busy, so the peers that it waits for are done
             kind, message = "Deadlock", f"rank {rank} waits in {last.op} for peers that do not come"
         for call in calls:

@@ -114,8 +114,7 @@ def chosen(job: Job, ids: Sequence[str] = (), kinds: Sequence[str] = ()) -> list
     hosted = [
         fault
         for fault in FAULTS.values()
-        if ids
-        or ((fault.for_engine is None or fault.for_engine == bool(job.engine)) and _here(job, fault))
+        if ids or ((fault.for_engine is None or fault.for_engine == bool(job.engine)) and _here(job, fault))
     ]
     named = [fault for fault in hosted if not ids or fault.id in ids]
     return [fault for fault in named if not kinds or set(kinds) & set(fault.bugs.split())]

@@ -1,4 +1,4 @@
-"""What does a rank of torchrun do? Rank 0 leads: it runs the loop over cases, judges and reports; the others serve.
+"""What does a rank of torchrun do? Rank 0 leads: it loops over cases, judges and reports; the others serve.
 
 Each rank records its own calls; rank 0 gathers their bytes, judges them, and tells all ranks the verdict. So one
 report is printed, and every rank exits with the same code.
@@ -6,6 +6,7 @@ report is printed, and every rank exits with the same code.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,13 +20,14 @@ from moonep_validate.case import Case, CaseError
 from moonep_validate.engine import Job, add_part, buffer_key, calls_of_lost_rank, judge, open_trace
 from moonep_validate.report import terminal
 from moonep_validate.report.summary import Summary
-from moonep_validate.trace import Trace
+from moonep_validate.trace import Call, Trace
 from moonep_validate.verdict import Verdict
 from moonep_validate.worker import record_rank
 from moonep_validate.worlds import torchrun
 from moonep_validate.worlds.autopsy import Rank, autopsy
 from moonep_validate.worlds.dist import DistComm
 from moonep_validate.worlds.flight import Logged, finish, phases
+from moonep_validate.worlds.place import place
 from moonep_validate.worlds.processes import Reply, in_collective
 
 if TYPE_CHECKING:
@@ -46,13 +48,14 @@ class Parity:
     Attributes:
         cases: that are to run.
         verdicts: so far, on rank 0.
-        folder: for the report, on rank 0.
+        folder, console: for the report, on rank 0.
     """
 
     def __init__(self, world: torchrun.World, job: Job) -> None:
         self.world, self.job = world, job
         self.cases, self.verdicts = list[Case](), list[Verdict]()
         self.folder: OutputFolder | None = None
+        self.console = Console(width=None if sys.stdout.isatty() else 120)
         self._keys: set[object] = set()
         self._case: Case | None = None
         world.on_lost = self._bury
@@ -82,7 +85,8 @@ class Parity:
                     finish(comm)
                 except RuntimeError as error:
                     trace.errors.append(f"this rank had finished, and its peers had not: {error}")
-            return self.world.gather(trace.to_bytes())
+            with self.world.hurried(failed and not job.embedded):
+                return self.world.gather(trace.to_bytes())
         raise AssertionError("a lost world has ended this process")
 
     def led(self, function: Callable[[], T]) -> T:
@@ -125,7 +129,7 @@ class Parity:
 
     def _bury(self, ranks: list[Rank], silent: float | None, why: str) -> int:
         """Rank 0's last words: the case that was lost, judged from what the ranks left, and the report."""
-        console, case = Console(width=None if sys.stdout.isatty() else 120), self._case
+        console, case = self.console, self._case
         if case is None:
             console.print(f"moonep-validate: the ranks were lost before a case began: {why}", highlight=False)
             return 14
@@ -145,15 +149,28 @@ class Parity:
     def _lost_trace(self, case: Case, ranks: list[Rank], silent: float | None, why: str) -> Trace:
         trace = open_trace(self.job, case)
         trace.calls, trace.autopsy = [[] for _ in ranks], autopsy(ranks, silent)
-        replies = [Reply(phases=phases(r.records), ended=r.ended, stack=r.stack if silent else None) for r in ranks]
+        replies = [
+            Reply(phases=phases(r.records), ended=r.ended, stack=r.stack if silent else None) for r in ranks
+        ]
         stacks = [reply.stack for reply in replies if reply.stack]
         deadlock = bool(stacks) and all(map(in_collective, stacks))
         for rank, reply in enumerate(replies):
             if not ranks[rank].done or reply.ended is not None:
-                trace.calls[rank] = calls_of_lost_rank(rank, reply, trace, silent or 0.0, deadlock)
-        if not trace.hung and not silent:
+                trace.calls[rank] = _with_error(
+                    ranks[rank], calls_of_lost_rank(rank, reply, trace, silent or 0.0, deadlock)
+                )
+        if not silent and not any(rank.failed for rank in ranks):
             trace.errors.append(f"the ranks were lost: {why}; {trace.autopsy['diagnosis']}")
         return trace
+
+
+def _with_error(rank: Rank, calls: list[Call]) -> list[Call]:
+    """The calls of a lost rank; what it raised, as far as its log says, is the error of the innermost one."""
+    if rank.failed and rank.raised and calls:
+        kind, _, message = rank.raised.partition(": ")
+        calls[-1].done = True
+        calls[-1].error = {"type": kind, "message": message, "where": rank.place, "peer": False}
+    return calls
 
 
 def join(job: Job, cases: Sequence[Case], folder: Callable[[], OutputFolder | None]) -> Parity:
@@ -165,12 +182,12 @@ def join(job: Job, cases: Sequence[Case], folder: Callable[[], OutputFolder | No
         folder: makes the folder of the report; called on rank 0.
 
     Raises:
-        CaseError: without torchrun, for an engine, if no case has as many ranks, or if ranks were started differently.
+        CaseError: without torchrun, for an engine, if no case has as many ranks, or if ranks differ.
     """
     try:
         parity = enter(job, cases)
     except CaseError:
-        if (here := torchrun.place()) and here.rank:  # rank 0 says it; torchrun would kill it for our exit
+        if (here := place()) and here.rank:  # rank 0 says it; torchrun would kill it for our exit
             time.sleep(_SAY_SECONDS)
             _exit(_USAGE)
         raise
@@ -180,19 +197,26 @@ def join(job: Job, cases: Sequence[Case], folder: Callable[[], OutputFolder | No
         parity.world.end()
         _exit(code)
     parity.folder = folder()
+    if others := len(cases) - len(parity.cases):
+        parity.console.print(
+            f"{others} cases are left out, since they do not have the {parity.world.size} ranks of torchrun",
+            highlight=False,
+        )
     return parity
 
 
 def enter(job: Job, cases: Sequence[Case]) -> Parity:
     """The part of ``join`` that pytest needs too."""
-    here = torchrun.place()
+    here = place()
     if here is None:
         raise CaseError(f"parity runs as a rank of torchrun, which is not around; start it with: {COMMAND}")
     if job.engine:
         raise CaseError(f"parity judges a Buffer, and {job.engine} starts its own ranks; use run")
-    if not any(case.R == here.size for case in cases):
+    if not any(here.size == case.R for case in cases):
         known = ", ".join(map(str, sorted({case.R for case in cases}))) or "none"
-        raise CaseError(f"torchrun started {here.size} ranks, and no case has R={here.size}; there are R = {known}")
+        raise CaseError(
+            f"torchrun started {here.size} ranks, and no case has R={here.size}; there are R = {known}"
+        )
     if reason := engine.too_few_gpus(job, here.local_size):
         raise CaseError(reason)
     world = torchrun.World(here, job.device)
@@ -202,5 +226,7 @@ def enter(job: Job, cases: Sequence[Case]) -> Parity:
 
 
 def _exit(code: int) -> NoReturn:
+    """At once, since torchrun ends what is still there when the first rank has failed."""
     sys.stdout.flush()
-    sys.exit(code)
+    sys.stderr.flush()
+    os._exit(code)

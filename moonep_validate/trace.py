@@ -147,11 +147,12 @@ class Call:
         self.tensors |= {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
 
     def note(self, **tensors: Tensor | None) -> None:
-        """Keep what a copy loses: whether each tensor is contiguous, and its device."""
+        """Keep what a copy may lose: whether each tensor is contiguous, its device, and its form."""
         for name, tensor in tensors.items():
             if tensor is not None:
                 layout = {"contiguous": tensor.is_contiguous(), "device": tensor.device.type}
-                self.info.setdefault("layout", {})[name] = layout
+                form = [*tensor.shape, str(tensor.dtype).removeprefix("torch.")]
+                self.info.setdefault("layout", {})[name] = {**layout, "form": form}
 
     def unchanged(self, **tensors: Tensor | None) -> None:
         """Note which tensors no longer hold the bits that ``put`` kept under their names."""

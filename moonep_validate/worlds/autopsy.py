@@ -58,7 +58,7 @@ class Rank:
 
     @property
     def raised(self) -> str:
-        """What ended its case, as ``Type: message``, or empty; an exception that was caught is followed by more."""
+        """What ended its case, as ``Type: message``, or empty; one that was caught is followed by more."""
         return self.records[-1].name if self.records and self.records[-1].kind == RAISED else ""
 
     @property
@@ -117,7 +117,7 @@ class Rank:
     def state(self) -> str:
         """One phrase."""
         if self.ended is not None:
-            return f"{_end(self.ended)} in {self.place}"
+            return f"{how_ended(self.ended)} in {self.place}"
         if self.raised and not self.of_peers:
             return f"raised {self.raised} in {self.place}"
         if self.done and not self.raised:
@@ -175,7 +175,7 @@ def _failure(rank: int, ranks: Sequence[Rank]) -> str:
     """What a rank that ended or raised died of."""
     one = ranks[rank]
     if one.ended is not None:
-        return f"rank {rank} {_end(one.ended)} in {one.place}"
+        return f"rank {rank} {how_ended(one.ended)} in {one.place}"
     if "device-side assert" in one.raised:
         return f"CUDA device-side assert on rank {rank} in {one.place}: its context is poisoned"
     if "OutOfMemoryError" in one.raised or "MemoryError" in one.raised or "out of memory" in one.raised:
@@ -201,10 +201,7 @@ def _missing(ranks: Sequence[Rank]) -> str:
     name = ranks[inside[0]].waiting
     others = [rank for rank in range(len(ranks)) if rank not in inside]
     verb = "waits" if len(inside) == 1 else "wait"
-    return (
-        f"{_names(others)} never entered {name}; {_names(inside)} {verb} in it; "
-        f"{_listed(ranks, others)}"
-    )
+    return f"{_names(others)} never entered {name}; {_names(inside)} {verb} in it; {_listed(ranks, others)}"
 
 
 def _listed(ranks: Sequence[Rank], chosen: Sequence[int]) -> str:
@@ -219,9 +216,10 @@ def _names(members: Sequence[int]) -> str:
     return f"rank{'s' * (len(members) > 1)} {', '.join(map(str, members))}"
 
 
-def _end(code: int) -> str:
+def how_ended(code: int) -> str:
+    """An exit code in words."""
     if code == GONE:
-        return "is gone (its process ended)"
+        return "ended (torchrun knows how)"
     if code >= 0:
         return f"ended with exit code {code}"
     try:
@@ -233,4 +231,6 @@ def _end(code: int) -> str:
 
 def _last(one: Rank) -> float:
     """When it raised, or else its last sign."""
-    return next((r.seconds for r in one.records if r.kind == RAISED), one.records[-1].seconds if one.records else 0.0)
+    return next(
+        (r.seconds for r in one.records if r.kind == RAISED), one.records[-1].seconds if one.records else 0.0
+    )

@@ -1,8 +1,8 @@
 """Where was each rank last? A ring of records in a mapped file, which outlives its process however that ends.
 
-The recorder tells when a call begins and ends, ``Logged`` when a rank enters and leaves a collective of its ``Comm``,
-and ``watch_torch`` does so for code from outside that calls ``torch.distributed`` by itself. Only the outermost
-collective counts, so each has one number, the same on every rank that does the same.
+The recorder tells when a call begins and ends, ``Logged`` when a rank enters and leaves a collective of its
+``Comm``, and ``watch_torch`` does so for code from outside that calls ``torch.distributed`` by itself. Only the
+outermost collective counts, so each has one number, the same on every rank that does the same.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def _told() -> Iterator[None]:
 def watch_torch(flight: Flight) -> None:
     """From now on, write down the collectives of ``torch.distributed`` that any code in this process calls.
 
-    Only for processes of our own: it replaces the module's functions. What was imported by name before is not seen.
+    Only for processes of our own: it replaces the module's functions. What was imported by name before is missed.
     """
     import torch.distributed as dist
 

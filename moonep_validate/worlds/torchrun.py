@@ -1,8 +1,8 @@
 """How is this process one rank of a job that torchrun started? A world in which rank 0 leads and the others serve.
 
-Beside the group of the subject there is one of our own, over gloo, for what the ranks tell each other about a case.
-A thread in every rank watches it: after a deadline without a sign from any rank, or where a peer is gone, every rank
-says where it is, rank 0 writes down what it knows, and all processes end.
+Beside the group of the subject there is one of our own, over gloo, for what the ranks tell each other about a
+case. A thread in every rank watches it: after a deadline without a sign from any rank, or where a peer is gone,
+every rank says where it is, rank 0 writes down what it knows, and all processes end.
 """
 
 from __future__ import annotations
@@ -16,55 +16,28 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from moonep_validate.case import CaseError
 from moonep_validate.worlds.autopsy import GONE, Rank
 from moonep_validate.worlds.flight import Flight, Record, read, watch_torch
+from moonep_validate.worlds.place import Place
+from moonep_validate.worlds.processes import GRACE
 
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 #: Longer than any deadline of a case, as in worker.py: the watchdog decides, and says where.
 _SECONDS = 3600
 #: For the other ranks to say where they are, and for rank 0 to write that down.
 _PATIENCE = 10.0
 _TICK = 0.1
-
-
-@dataclass(frozen=True)
-class Place:
-    """What torchrun says about this process."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    address: str
-    port: int
-
-
-def place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """This process's place in a job of torchrun, or None if it is in none.
-
-    Raises:
-        CaseError: if a number among the variables is none.
-    """
-    if any(name not in environment for name in VARIABLES):
-        return None
-    texts = {name: environment[name] for name in VARIABLES}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
-        if not texts[name].isdigit():
-            raise CaseError(f"{name} is {texts[name]!r}, a whole number is needed; start with torchrun")
-    rank, size, local_rank, port = (int(texts[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"))
-    local_size = int(environment.get("LOCAL_WORLD_SIZE", local_rank + 1))
-    return Place(rank, size, local_rank, local_size, texts["MASTER_ADDR"], port)
 
 
 class World:
@@ -75,8 +48,7 @@ class World:
         device: ``cpu`` or ``cuda``.
 
     Attributes:
-        on_lost: what rank 0 does with (ranks, seconds of silence or None, why) before all processes end; returns the
-            exit code.
+        on_lost: what rank 0 does with (ranks, seconds of silence or None, why) at the end; returns the exit code.
     """
 
     def __init__(self, place: Place, device: str) -> None:
@@ -87,8 +59,8 @@ class World:
         timeout = timedelta(seconds=_SECONDS)
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=timeout)
         self.control = dist.new_group(backend="gloo", timeout=timeout)
-        client = dist.TCPStore(place.address, place.port, None, False, timedelta(seconds=60), wait_for_workers=False)
-        self.store = dist.PrefixStore("moonep-validate", client)
+        client = TCPStore(place.address, place.port, None, False, timedelta(seconds=60), wait_for_workers=False)
+        self.store = PrefixStore("moonep-validate", client)
         folder = self.share(tempfile.mkdtemp(prefix="moonep-validate-") if self.rank == 0 else None)
         self.folder = Path(folder)
         self.folder.mkdir(exist_ok=True)  # on another host it is not there
@@ -131,7 +103,9 @@ class World:
         """
         values = self.everybody(value)
         if other := [rank for rank, one in enumerate(values) if one != values[0]]:
-            raise CaseError(f"rank {other[0]} has another {what} than rank 0: start all ranks with the same command")
+            raise CaseError(
+                f"rank {other[0]} has another {what} than rank 0: start all ranks with the same command"
+            )
 
     @contextmanager
     def watched(self, limit: float) -> Iterator[None]:
@@ -144,8 +118,17 @@ class World:
         finally:
             self._limit = None
 
+    @contextmanager
+    def hurried(self, failed: bool) -> Iterator[None]:
+        """Where this rank raised, and its peers cannot know, they get a moment only to come out of collectives."""
+        if failed:
+            self.store.add("raised", 1)
+        yield
+        if failed:
+            self.store.add("raised", -1)
+
     def end(self, folder_too: bool = True) -> None:
-        """Wait for all ranks, so that none exits while another one is at work: torchrun kills at the first failure."""
+        """Wait for all ranks, so that none exits while another is at work: torchrun kills at the first failure."""
         with suppress(RuntimeError), self._hushed():
             dist.barrier(group=self.control)
         (self.folder / f"flight{self.rank}").unlink(missing_ok=True)
@@ -221,6 +204,8 @@ class World:
             if latest != total:
                 total, self._since = latest, time.monotonic()
             limit = self._limit
+            if limit is not None and self.store.add("raised", 0):
+                limit = min(limit, GRACE)
             if limit is not None and time.monotonic() - self._since > limit:
                 self.lost(limit, "")
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from moonep_validate.case import Case
 from moonep_validate.engine import Job, make_job, run_case
@@ -63,7 +62,7 @@ BAD = {
         "        if self.rank != 3:\n            dist.barrier()\n"
         "        return super().combine(plan, rows, weights, **k)\n",
         "hung",
-        r"rank 3 waits in all_gather_object #\d+ \(collective #\d+\)|rank 3 never entered barrier #\d+",
+        r"rank 3 (waits in \w+ #\d+ \(collective #\d+\)|never entered barrier #\d+)",
     ),
     "another_order": (
         "    def go_on(self, *a, **k):\n"
@@ -127,13 +126,11 @@ def test_one_of_four_ranks_misbehaves_and_the_next_case_passes(
     if name == "sleeps":
         assert told["silent"] == 1.5
         assert "in misbehave" in told["ranks"][3]["stack"]
-        assert all("all_gather_object" in one["stack"] for one in told["ranks"][:3])
+        assert all("in combine" in one["stack"] for one in told["ranks"][:3])
     assert run_case(good, CASE)[1].ok
 
 
-@pytest.mark.gpu
 @pytest.mark.multigpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="2 GPUs are needed")
 def test_a_device_side_assert_poisons_one_context_and_the_next_case_passes(make: Callable[..., Job]) -> None:
     body = (
         "    def go_on(self, *a, **k):\n"
@@ -159,14 +156,25 @@ def records(*entries: tuple[str, str, str]) -> list[Record]:
     return found
 
 
-STARTED = (("case", "", "genB"), ("call", "dispatch", ""), ("enter", "dispatch", "rows"), ("leave", "dispatch", "rows"))
+STARTED = (
+    ("case", "", "genB"),
+    ("call", "dispatch", ""),
+    ("enter", "dispatch", "rows"),
+    ("leave", "dispatch", "rows"),
+)
 WAITS = records(*STARTED, ("enter", "dispatch", "rows"))
 
 
 def test_diagnoses_of_logs() -> None:
-    busy = Rank(records(*STARTED), stack='  File "/x/moonep/buffer.py", line 31 in spin\n  File "/y/worker.py", line 2 in m')
+    busy = Rank(
+        records(*STARTED),
+        stack='  File "/x/moonep/buffer.py", line 31 in spin\n  File "/y/worker.py", line 2 in m',
+    )
     said = "rank 2 never entered rows #2 (collective #2); ranks 0, 1 wait in it; "
-    assert diagnosis([Rank(WAITS), Rank(WAITS), busy]) == said + "rank 2 is in dispatch of step base at buffer.py:31 in spin"
+    assert (
+        diagnosis([Rank(WAITS), Rank(WAITS), busy])
+        == said + "rank 2 is in dispatch of step base at buffer.py:31 in spin"
+    )
     over = Rank(records(*STARTED, ("return", "dispatch", ""), ("done", "", "")))
     assert diagnosis([Rank(WAITS), Rank(WAITS), over]) == said + "rank 2 has finished"
     other = Rank(records(*STARTED, ("enter", "dispatch", "plan")))
@@ -178,7 +186,9 @@ def test_diagnoses_of_logs() -> None:
     assert diagnosis([Rank(WAITS), killed]) == (
         "rank 1 ended with signal 9 (SIGKILL) in dispatch of step base; rank 0 waits in rows #2 (collective #2)"
     )
-    assert diagnosis([Rank(WAITS), Rank(records(*STARTED), ended=3)]).startswith("rank 1 ended with exit code 3 in")
+    assert diagnosis([Rank(WAITS), Rank(records(*STARTED), ended=3)]).startswith(
+        "rank 1 ended with exit code 3 in"
+    )
     cuda = "AcceleratorError: CUDA error: device-side assert triggered"
     poisoned = Rank(records(*STARTED, ("raised", "dispatch", cuda), ("raised", "", cuda)))
     assert diagnosis([poisoned, Rank(WAITS)]) == (
