@@ -254,7 +254,7 @@ class Trace:
             "digest": _digest(tensors),
         }
         # A tensor with NaN payloads or of zero size travels unchanged; an empty dict needs a placeholder.
-        return safetensors.torch.save(tensors or {"none": torch.zeros(0)}, {_KEY: json.dumps(head)})
+        return safetensors.torch.save(_apart(tensors) or {"none": torch.zeros(0)}, {_KEY: json.dumps(head)})
 
     def save(self, path: Path) -> None:
         """Write the trace to one file."""
@@ -318,6 +318,16 @@ class Trace:
             **{name: head[name] for name in ("hung", "errors", *_TEXTS)},
             autopsy=head.get("autopsy", {}),
         )
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of which no two share memory, as safetensors wants them; ``keep`` takes no copies."""
+    seen, apart = set[int](), {}
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    return apart
 
 
 def bits(tensor: Tensor) -> Tensor:
