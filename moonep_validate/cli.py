@@ -41,6 +41,7 @@ app = typer.Typer(
     "11 fault not exercised, 12 unknown, 13 hung, 14 error of the suite.",
 )
 app.command()(commands_worlds.bench)
+app.command()(commands_worlds.races)
 _out = Console(width=None if sys.stdout.isatty() else 120)
 
 CaseOption = Annotated[list[str] | None, typer.Option("--case", help="A case line; may be repeated.")]
@@ -67,6 +68,9 @@ DeviceOption = Annotated[
 ]
 WorldOption = Annotated[
     str | None, typer.Option(help="threads or processes: where ranks run; by default the subject's own way.")
+]
+RecordOption = Annotated[
+    str, typer.Option("--record", help="What to keep of large tensors: plan, digest, columns[:N] or full.")
 ]
 RanksOption = Annotated[int | None, typer.Option(min=1, help="Only the cases of so many ranks.")]
 RequireOption = Annotated[
@@ -113,6 +117,7 @@ def run(
     destructive: DestructiveOption = False,
     fault: FaultOption = None,
     deadline: DeadlineOption = 30.0,
+    record: RecordOption = "full",
     out: Annotated[Path | None, typer.Option(help="Folder for report.json and traces.")] = None,
     require: RequireOption = None,
     keep: Annotated[
@@ -173,6 +178,7 @@ def shrink(
     destructive: DestructiveOption = False,
     fault: FaultOption = None,
     deadline: DeadlineOption = 30.0,
+    record: RecordOption = "full",
     seconds: Annotated[float, typer.Option(min=1.0, help="Budget.")] = 60.0,
 ) -> None:
     """Find the smallest case that fails in the same way."""
@@ -473,6 +479,7 @@ def _job(options: Mapping[str, Any]) -> Job:
             path=options["sglang_path"],
             waivers="" if options["waivers"] == "none" else options["waivers"],
             world=options.get("world"),
+            keep=options.get("record", "full"),
             **given,
         )
 

@@ -1,4 +1,4 @@
-"""Which commands are about worlds? ``parity``, which is ``run`` as a rank of torchrun, and ``bench``."""
+"""Which commands are about worlds? ``parity``, which is ``run`` as a rank of torchrun, ``races`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -46,6 +46,33 @@ def joined(command: str | None, job: Job, cases: list[Case], folder: Callable[[]
     from moonep_validate.parity import join
 
     return join(job, cases, folder)
+
+
+def races(
+    seconds: Annotated[float, typer.Option("--time", min=1.0, help="Seconds to run.")] = 60.0,
+    seed: Annotated[int, typer.Option(min=0, help="Where to start; a seed is the same schedule again.")] = 0,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Stop after so many seeds.")] = None,
+    world: Annotated[str | None, typer.Option(help="threads or processes.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Only the cases of so many ranks.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    fault: Annotated[
+        list[str] | None, typer.Option("--fault", help="Seed a fault, e.g. slots-reused-early.")
+    ] = None,
+    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds a rank may run without a sign.")] = 30.0,
+) -> None:
+    """Run batches in flight at a time in seeded orders and delays: does any schedule break the reference?"""
+    from moonep_validate import races as seeded
+    from moonep_validate.engine import make_job, run_case
+    from moonep_validate.report.summary import Summary
+
+    job = make_job(faults=fault or (), deadline=deadline, world=world, device=device)
+    console = Console(width=None if Console().is_terminal else 120)
+    lines = seeded.cases(seed, ranks or (2 if device == "cuda" else None), None)
+    result = seeded.races(lambda case: run_case(job, case, exercised=False)[1], lines, seconds, seeds)
+    for verdict in result.failures[:3]:
+        console.print(verdict.diagnosis, markup=False, highlight=False, soft_wrap=True)
+    console.print(result.line, highlight=False)
+    raise typer.Exit(Summary(result.tried, result.failures).exit_code if result.failures else 0)
 
 
 def bench(

@@ -21,10 +21,11 @@ from moonep_validate.checks import CHECKS, Check, run_check
 from moonep_validate.checks.relations import relation_results
 from moonep_validate.facts import Step, steps_of
 from moonep_validate.faults import Seams, parse_fault
+from moonep_validate.keep import Keep
 from moonep_validate.measures import measures
 from moonep_validate.provenance import describe
 from moonep_validate.rig import Rig
-from moonep_validate.scenarios import SCENARIOS
+from moonep_validate.scenarios import NEEDS_GPU, SCENARIOS
 from moonep_validate.subjects import REFERENCE, Subject, engines, module_subject
 from moonep_validate.subjects.probe import probe
 from moonep_validate.trace import Call, Part, Recorder, Relation, Trace, described
@@ -63,6 +64,7 @@ class Job:
         destructive: run bad input on the module that may trap, hang or end the process.
         faults: seeded faults.
         deadline: seconds that a rank may run without a sign of life.
+        keep: how much of each tensor is recorded, see keep.py.
         first_deadline: the same in the first case of a Buffer key, where memory is mapped and kernels compiled;
             None is three times the deadline.
         waivers: a file of known defects; None is what ships with the suite, an empty text is none.
@@ -83,13 +85,15 @@ class Job:
     faults: tuple[Spec, ...] = ()
     deadline: float = 30.0
     first_deadline: float | None = None
+    keep: str = "full"
     waivers: str | None = None
     options: str = ""
 
     @property
     def reproducer(self) -> str:
         """The command-line options that differ from the defaults."""
-        return " ".join([self.options, *(f"--fault {fault}" for fault in self.faults)]).strip()
+        record = [f"--record {self.keep}"] if self.keep != "full" else []
+        return " ".join([self.options, *record, *(f"--fault {fault}" for fault in self.faults)]).strip()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -143,6 +147,7 @@ def make_job(
     device: str | None = None,
     waivers: str | None = None,
     world: str | None = None,
+    keep: str = "full",
 ) -> Job:
     """A job from command-line text; asks a module or an engine what it is.
 
@@ -151,8 +156,13 @@ def make_job(
             judged, or an engine whose calls do not fit the ``moonep`` that it would get.
     """
     parsed = tuple(parse_fault(text) for text in faults)
+    keep = str(Keep.parse(keep))
     _refuse_world(world, device, module or (subject if subject != "reference" else None))
     if subject != "reference":
+        if keep != "full":
+            raise CaseError(
+                f"--record {keep} goes with a Buffer; an engine's cases are small and recorded in full"
+            )
         if module or api or policy or relaxed or destructive:
             raise CaseError(
                 f"--subject {subject}: --moonep-module, --api, --policy, --relaxed and --destructive "
@@ -172,10 +182,10 @@ def make_job(
     if module is None:
         if api or policy or relaxed or destructive:
             raise CaseError("--api, --policy, --relaxed and --destructive go with --moonep-module")
-        return Job(world=world, device=device, faults=parsed, deadline=deadline, options=options)
+        return Job(world=world, device=device, faults=parsed, deadline=deadline, keep=keep, options=options)
     options += " --relaxed" * relaxed + " --destructive" * destructive
     job = Job(module, None, None, relaxed=relaxed, destructive=destructive, faults=parsed, deadline=deadline)
-    job = replace(job, world=world, device=device, options=options)
+    job = replace(job, world=world, device=device, keep=keep, options=options)
     generation, part = probe(module, api, policy, job.environment)
     return replace(job, generation=generation, part=part)
 
@@ -310,6 +320,7 @@ def open_trace(job: Job, case: Case) -> Trace:
         proves=subject.proves,
         leaves_open=subject.leaves_open,
         reproducer=job.reproducer,
+        keep=job.keep,
     )
 
 
@@ -320,23 +331,31 @@ def record(job: Job, case: Case) -> Trace:
     """
     trace, subject = open_trace(job, case), subject_of(job)
     trace.calls = [[] for _ in range(case.R)]
-    if reason := subject.supports(case) or too_few_gpus(job, case.R):
+    if reason := subject.supports(case) or _needs_gpu(job, case) or too_few_gpus(job, case.R):
         trace.not_run = reason
     else:
         RECORDERS[job.world or subject.world](job, case, trace)
     return trace
 
 
+def _needs_gpu(job: Job, case: Case) -> str | None:
+    missing = case.scenario.name in NEEDS_GPU and job.device != "cuda"
+    return f"the scenario {case.scenario} needs GPUs; see --device cuda" if missing else None
+
+
 def rank_main(job: Job, case: Case, comm: Comm, recorder: Recorder) -> list[Relation]:
     """The only function that runs on a rank; returns the relations that the scenario promises."""
     seams = Seams(job.faults, comm.rank)
     rig = Rig(case, comm, recorder, seams, subject_of(job).open)
-    SCENARIOS[case.scenario.name](rig)
+    try:
+        SCENARIOS[case.scenario.name](rig)
+    finally:
+        recorder.settle()
     return rig.relations
 
 
 def _record_in_threads(job: Job, case: Case, trace: Trace) -> None:
-    recorders = [Recorder() for _ in range(case.R)]
+    recorders = [Recorder(policy=Keep.parse(job.keep)) for _ in range(case.R)]
     relations: list[list[Relation]] = [[] for _ in range(case.R)]
 
     def on_rank(comm: Comm) -> None:

@@ -56,6 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--moonep-destructive", action="store_true", help="also give bad input that may trap or hang")
     add("--moonep-fault", action="append", default=[], help="seed a fault; repeatable")
     plugin_worlds.add_options(add)
+    add("--moonep-record", default="full", help="what to keep of large tensors: plan, digest, columns[:N] or full")
     add("--moonep-deadline", type=float, default=30.0, help="seconds a rank may run between collectives")
 
 
@@ -182,5 +183,6 @@ def _job(config: pytest.Config) -> Job:
             option("--moonep-device"),
             "" if option("--moonep-waivers") == "none" else option("--moonep-waivers"),
             option("--moonep-world"),
+            option("--moonep-record"),
         )
     return config.stash[_JOB]

@@ -70,6 +70,10 @@ genA+R4+E8+K2+S4+slots1+pad4+table:0,4,0,4,0,4,0,4,0,4,1,4,1,6,1,6,1,6,1,6,2,6,3
 genA+R4+E16+K4+S17+slots1+overflow+@remote_read
 genA+R4+E16+K4+S17+slots1+pad8+fill:real+chain+@remote_read
 genA+R4+E16+K4+S17+slots2+overflow+variants+@remote_read
+genB+R4+E8+K2+S9+hot:5+nemesis:0+@slot_used
+genA+R4+E8+K2+S9+hot:5+nemesis:1+@slot_used
+genB+R3+E12+K4+S7+zipf:1.0+nemesis:4+@slot_used
+genA+R2+E6+K4+S7+hot:1+fill:real+nemesis:3+@slot_used
 genB+R4+E16+K4+S9+hot:6+metamorphic+@slot_used
 genA+R4+E12+K3+S7+slots2+tokens:7,0,5,1+zipf:1.0+metamorphic+@empty_rank
 genB+R4+E16+K4+S9+fill:real+zipf:1.0+independent+@duplicate

@@ -22,11 +22,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from moonep_validate.case import Case
+from moonep_validate.keep import Keep
 from moonep_validate.worlds.comm import Abandoned, PeerFailed
 
-FORMAT = 2
+FORMAT = 3
 _KEY = "moonep_validate"
-_TEXTS = ("proves", "leaves_open", "not_run", "reproducer")
+_TEXTS = ("proves", "leaves_open", "not_run", "reproducer", "keep")
+_FULL = Keep()
 
 
 class TraceError(ValueError):
@@ -108,11 +110,13 @@ class Call:
         op: ``open``, ``construct``, ``load``, ``poison_slots``, ``dispatch``, ``prefetch``, ``experts``,
             ``combine``, ``layer``, ``reduce``, ``refusal``, ``close`` or ``buffers``; with the model k3 also
             ``router``, ``latent``, ``norm``, ``shared`` and ``output``.
-        tensors: copies of inputs and outputs, on the CPU.
+        tensors: what is kept of inputs and outputs; copies, on their device until ``settle``.
         info: JSON data.
         error: ``{"type", "message", "where", "peer"}`` if the call raised; ``peer`` says that it only stopped
             because of another rank.
         done: whether it returned or raised; a call that did neither is where a rank hung.
+        policy: how much of a tensor is kept.
+        later: what waits for the device.
     """
 
     step: str
@@ -121,31 +125,61 @@ class Call:
     info: dict[str, Any] = field(default_factory=dict)
     error: dict[str, Any] | None = None
     done: bool = False
+    policy: Keep = _FULL
+    later: list[Callable[[], None]] = field(default_factory=list)
 
     def put(self, **tensors: Tensor | None) -> None:
-        """Keep a copy of each tensor that is not None."""
+        """Keep a copy of each tensor that is not None, made in the order of the current stream."""
         for name, tensor in tensors.items():
             if tensor is not None:
-                self.tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
+                for part, kept in self.policy.of(name, tensor.detach()).items():
+                    # what indexing made is a copy already
+                    copied = kept is not tensor and kept.data_ptr() != tensor.data_ptr()
+                    self.tensors[part] = kept if copied else kept.clone(memory_format=torch.contiguous_format)
 
     def keep(self, **tensors: Tensor) -> None:
-        """Keep tensors that nothing changes afterwards, without a copy where they are on the CPU."""
+        """Keep tensors that nothing changes afterwards, without a copy."""
         for name, tensor in tensors.items():
-            self.tensors[name] = tensor.detach().to("cpu").contiguous()
+            self.tensors |= self.policy.of(name, tensor.detach())
+
+    def whole(self, **tensors: Tensor | None) -> None:
+        """Keep small tensors, which nothing changes afterwards, whatever the policy is."""
+        self.tensors |= {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
 
     def note(self, **tensors: Tensor | None) -> None:
-        """Keep what a copy loses: whether each tensor is contiguous, and its device."""
+        """Keep what a copy may lose: whether each tensor is contiguous, its device, and its form."""
         for name, tensor in tensors.items():
             if tensor is not None:
                 layout = {"contiguous": tensor.is_contiguous(), "device": tensor.device.type}
-                self.info.setdefault("layout", {})[name] = layout
+                form = [*tensor.shape, str(tensor.dtype).removeprefix("torch.")]
+                self.info.setdefault("layout", {})[name] = {**layout, "form": form}
 
     def unchanged(self, **tensors: Tensor | None) -> None:
         """Note which tensors no longer hold the bits that ``put`` kept under their names."""
-        changed = self.info.setdefault("changed", [])
+        changed: list[str] = self.info.setdefault("changed", [])
         for name, tensor in tensors.items():
-            if tensor is not None and name in self.tensors and not same_bits(self.tensors[name], tensor.cpu()):
+            if tensor is not None and name in self.tensors:
+                for part, now in self.policy.of(name, tensor.detach()).items():
+                    before = self.tensors[part]
+                    if not before.is_cuda:
+                        changed += [] if same_bits(before, now.cpu()) else [name]
+                    else:  # the answer is not waited for
+                        self._ask_later(name, (bits(before) != bits(now)).any(), changed)
+        changed[:] = dict.fromkeys(changed)
+
+    def _ask_later(self, name: str, differs: Tensor, changed: list[str]) -> None:
+        def answer() -> None:
+            if bool(differs) and name not in changed:
                 changed.append(name)
+
+        self.later.append(answer)
+
+    def settle(self) -> None:
+        """Bring everything to the CPU; called once, when the rank is done."""
+        self.tensors = {name: tensor.to("cpu").contiguous() for name, tensor in self.tensors.items()}
+        for answer in self.later:
+            answer()
+        self.later.clear()
 
 
 class Recorder:
@@ -153,16 +187,33 @@ class Recorder:
 
     Args:
         tell: called with (step, op, done) when a call begins and ends, so that a lost rank has a place.
+        policy: how much of each tensor is kept.
     """
 
-    def __init__(self, tell: Callable[[str, str, bool], None] = lambda step, op, done: None) -> None:
+    def __init__(
+        self, tell: Callable[[str, str, bool], None] = lambda step, op, done: None, policy: Keep = _FULL
+    ) -> None:
         self.calls: list[Call] = []
-        self.tell = tell
+        self.tell, self.policy = tell, policy
+
+    def settle(self) -> None:
+        """Bring what was recorded to the CPU; once, when the rank is done.
+
+        What a GPU has lost is left out: its error is that of the last call, unless a call has one already.
+        """
+        for call in self.calls:
+            try:
+                call.settle()
+            except RuntimeError as error:
+                call.tensors.clear()
+                call.later.clear()
+                if not any(other.error for other in self.calls):
+                    self.calls[-1].error = described(error)
 
     @contextmanager
     def call(self, step: str, op: str, **info: Any) -> Iterator[Call]:
         """Record one call with JSON data; an exception is noted on it and raised on."""
-        call = Call(step, op, info=info)
+        call = Call(step, op, info=info, policy=self.policy)
         self.calls.append(call)
         self.tell(step, op, False)
         try:
@@ -201,6 +252,7 @@ class Trace:
         proves, leaves_open: what a pass of this trace means, and what it does not say.
         not_run: why the subject did not run the case, or empty.
         reproducer: the options beside ``--case`` that reproduce this trace, e.g. ``--fault slot-not-filled``.
+        keep: the policy of the recorder, see keep.py.
     """
 
     case: Case
@@ -215,6 +267,7 @@ class Trace:
     leaves_open: str = ""
     not_run: str = ""
     reproducer: str = ""
+    keep: str = "full"
 
     def steps(self) -> list[str]:
         """Names of the steps in order of first appearance."""
@@ -254,7 +307,7 @@ class Trace:
             "digest": _digest(tensors),
         }
         # A tensor with NaN payloads or of zero size travels unchanged; an empty dict needs a placeholder.
-        return safetensors.torch.save(_apart(tensors) or {"none": torch.zeros(0)}, {_KEY: json.dumps(head)})
+        return safetensors.torch.save(_unshared(tensors) or {"none": torch.zeros(0)}, {_KEY: json.dumps(head)})
 
     def save(self, path: Path) -> None:
         """Write the trace to one file."""
@@ -320,16 +373,6 @@ class Trace:
         )
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of which no two share memory, as safetensors wants them; ``keep`` takes no copies."""
-    seen, apart = set[int](), {}
-    for name, tensor in tensors.items():
-        place = tensor.untyped_storage().data_ptr()
-        apart[name] = tensor.clone() if place in seen else tensor
-        seen.add(place)
-    return apart
-
-
 def bits(tensor: Tensor) -> Tensor:
     """The raw bits as integers of the same width and shape, so that NaN payloads and -0.0 count."""
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
@@ -338,6 +381,17 @@ def bits(tensor: Tensor) -> Tensor:
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors hold the same bits in the same shape and dtype."""
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(bits(one), bits(other))
+
+
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, each with memory of its own: safetensors takes no other."""
+    seen: set[int] = set()
+    own = {}
+    for name, tensor in tensors.items():
+        address = tensor.untyped_storage().data_ptr()
+        own[name] = tensor.clone() if address in seen else tensor
+        seen.add(address)
+    return own
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:

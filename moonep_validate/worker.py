@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from moonep_validate.case import Case
 from moonep_validate.engine import Job, open_trace, rank_main
+from moonep_validate.keep import Keep
 from moonep_validate.subjects import engines
 from moonep_validate.trace import Recorder, Trace, described
 from moonep_validate.worlds.comm import CollectiveError
@@ -77,7 +78,7 @@ def record_rank(job: Job, case: Case, comm: Logged) -> tuple[Trace, bool]:
     """This rank's part of a case, as a trace of one rank, and whether the rank raised; peers are told of that."""
     flight, trace, failed = comm.flight, open_trace(job, case), False
     flight.begin(str(case))
-    recorder = Recorder(flight.tell)
+    recorder = Recorder(flight.tell, Keep.parse(job.keep))
     try:
         trace.relations = rank_main(job, case, comm, recorder)
         flight.note(DONE)

@@ -25,6 +25,7 @@ _MODULES = (
     "combine",
     "reduce",
     "life",
+    "waits",
     "load",
     "adapter",
     "engine_layer",
@@ -40,6 +41,9 @@ SEAMS = (
     "buffer.combine",
     "buffer.reduce_grad",
     "buffer.destroy",
+    "comm.fence",
+    "event.wait",
+    "schedule",
     "engine.load",
     "engine.dispatch",
     "engine.experts",
@@ -85,6 +89,7 @@ class Fault:
         bugs: ids of public bugs and fault kinds that it stands for.
         defaults: its parameters.
         crashes: whether raising, hanging or ending a rank is what it does; else a crash is an accident.
+        needs_gpu: whether it changes nothing where all work is done by the time a call returns.
     """
 
     id: str
@@ -95,6 +100,7 @@ class Fault:
     function: Callable[..., Any]
     defaults: dict[str, int]
     crashes: bool = False
+    needs_gpu: bool = False
 
     @property
     def for_engine(self) -> bool | None:
@@ -108,7 +114,7 @@ FAULTS: dict[str, Fault] = {}
 
 
 def fault(
-    id: str, on: str, stage: str, bugs: str = "", crashes: bool = False
+    id: str, on: str, stage: str, bugs: str = "", crashes: bool = False, needs_gpu: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register an around-function ``f(call, *args, rank=..., **kwargs)``; keyword defaults are parameters."""
     assert on in SEAMS
@@ -118,7 +124,7 @@ def fault(
         defaults = {p.name: p.default for p in parameters if isinstance(p.default, int)}
         defaults |= _TURNS if on.startswith("engine.") else {}
         FAULTS[id] = Fault(
-            id, on, stage, bugs, (function.__doc__ or "").splitlines()[0], function, defaults, crashes
+            id, on, stage, bugs, (function.__doc__ or "").splitlines()[0], function, defaults, crashes, needs_gpu
         )
         return function
 
@@ -173,6 +179,20 @@ class Seams:
                 faulty = partial(FAULTS[spec.name].function, Next(self.rank, function), **values)
                 function = faulty if (first, every) == (0, 1) else _in_turn(faulty, function, first, every)
         return function
+
+    def of_comm(self, comm: Any) -> Any:
+        """The ``Comm`` of our own Buffer with the faults of its fences."""
+        return _Fenced(comm, self.around("comm.fence", comm.fence)) if self.faults else comm
+
+
+class _Fenced:
+    """A ``Comm`` with another ``fence``."""
+
+    def __init__(self, comm: Any, fence: Callable[..., None]) -> None:
+        self._comm, self.fence = comm, fence
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
 
 
 def _in_turn(faulty: Callable[..., Any], plain: Callable[..., Any], first: int, every: int) -> Callable[..., Any]:

@@ -5,17 +5,20 @@ The recorder sits outside the seams, so that it sees what a fault does; what goe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moonep_validate.contract import Layout
+from moonep_validate.keep import sampled_rows
 from moonep_validate.problem import PROJECTIONS, Batch, projection_shapes
 from moonep_validate.reference.experts import grouped_experts
 from moonep_validate.rig import Dispatched, Rig
 from moonep_validate.subjects.adapter import Gradients, Slots, make_buffer
+from moonep_validate.subjects.captured import Captured, in_capture
 from moonep_validate.trace import Call
 from moonep_validate.worlds.comm import CollectiveError
 
@@ -51,10 +54,12 @@ class ComposedSession:
             if hasattr(self.buffer, name)
         }
         self._experts = rig.seams.around("experts", grouped_experts)
+        self._wait = rig.seams.around("event.wait", lambda event: event.wait())
         self._expert_weights = rig.seams.around("weights", rig.expert_weights)
         self.shapes = projection_shapes(case)
         self._weights: Slots | None = None
         self.layer: int | None = None
+        self._slots_of: dict[str, int] = {}  # step -> generation of the slots that it prefetched
 
     @property
     def weights(self) -> Slots:
@@ -97,6 +102,7 @@ class ComposedSession:
         Returns:
             ``[S, H]``.
         """
+        batch = self.rig.here(batch)
         self.load(layer)
         self.poison_slots(step)
         with self.rig.recorder.call(step, "layer", layer=layer, marked=mark) as call:
@@ -135,17 +141,19 @@ class ComposedSession:
             route_weights: whether route weights are sent.
             flags: ``zero_copy``, ``async_finish``.
         """
+        batch = self.rig.here(batch)
         given = {"replay": replay is not None, "slots": self.layout.num_slots}
         with self.rig.recorder.call(step, "dispatch", **given, **flags) as call:
             call.put(hidden=batch.hidden, topk_ids=batch.topk_ids)
             call.put(topk_weights=batch.topk_weights if route_weights else None)
             sent = self._dispatch(call, batch, replay, route_weights, flags)
             call.put(rows=sent.rows, row_weights=sent.row_weights, cu_seqlens=sent.cu_seqlens)
-            call.put(**{name: getattr(sent.plan, name) for name in PLAN_FIELDS})
+            call.put(**self.plan_tensors(sent.plan))
             call.unchanged(hidden=batch.hidden, topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
             call.note(rows=sent.rows, row_weights=sent.row_weights, cu_seqlens=sent.cu_seqlens, dst=sent.plan.dst)
             view = getattr(self.buffer, "hidden_nvsh_buffer_view", None)
             call.info["is_view"] = None if view is None else sent.rows.data_ptr() == view.data_ptr()
+            self._note_leases(call)
         return sent
 
     def _dispatch(
@@ -162,12 +170,14 @@ class ComposedSession:
             count = len(out) if isinstance(out, tuple) else type(out).__name__
             raise TypeError(f"dispatch returned {count} values, {promised} are promised")
         if promised == 5:
-            out[4].wait()
+            self._wait(out[4])
         rows, row_weights, cu_seqlens, plan = out[:4]
         if replay is not None:
             call.info["same_plan"], call.info["no_cu_seqlens"] = plan is replay.plan, cu_seqlens is None
             cu_seqlens = replay.cu_seqlens
-        return Dispatched(rows, row_weights, cu_seqlens, plan)
+        leases = getattr(self.buffer, "leases", None)
+        generation = leases.generations["rows"] if leases and flags.get("zero_copy") else None
+        return Dispatched(rows, row_weights, cu_seqlens, plan, generation)
 
     def prefetch(self, step: str, plan: Any, weights: Slots, async_finish: bool = False) -> None:
         """Fill the slots that a plan uses."""
@@ -178,9 +188,11 @@ class ComposedSession:
             flags = {"async_finish": True} if async_finish else {}
             event = self._call["prefetch_weight"](plan, **weights.prefetch_arguments(), **flags)
             if async_finish:
-                event.wait()
+                self._wait(event)
             call.put(**{f"slot_{name}": weights.slots(name) for name in weights.names})
             call.unchanged(**{f"local_{name}": weights.local(name) for name in weights.names})
+        if leases := getattr(self.buffer, "leases", None):
+            self._slots_of[step] = leases.generations["slots"]
 
     def experts(self, step: str, sent: Dispatched, in_place: bool = False) -> Tensor:
         """Compute all groups with our experts; undefined rows of the result are poisoned.
@@ -190,16 +202,44 @@ class ComposedSession:
             sent: dispatched rows.
             in_place: write the result over the rows, as zero-copy combine needs it.
         """
-        weights = [self.weights.groups(name) for name in PROJECTIONS]
         with self.rig.recorder.call(step, "experts") as call:
-            call.put(rows=sent.rows, row_weights=sent.row_weights, cu_seqlens=sent.cu_seqlens)
-            call.keep(**{f"weight_{name}": weight for name, weight in zip(PROJECTIONS, weights, strict=True)})
-            out: Tensor = self._experts(sent.rows, sent.row_weights, sent.cu_seqlens, weights)
-            call.put(out=out)
-        self.rig.poison(out[sent.end :])
-        for first, count in sent.plan.zero_fill_ranges.tolist():
-            self.rig.poison(out[first : first + count])
+            with self._leased(step, sent, slots=True):
+                out: Tensor = self._compute(call, sent)
+            self._note_leases(call)
+        self.rig.poison_padding(out, sent.end, sent.plan.zero_fill_ranges)
         return sent.rows.copy_(out) if in_place else out
+
+    def _compute(self, call: Call, sent: Dispatched) -> Tensor:
+        """Run the experts, and keep what P1 judges."""
+        weights = [self.weights.groups(name) for name in PROJECTIONS]
+        call.put(cu_seqlens=sent.cu_seqlens)
+        if call.policy.full:
+            call.put(rows=sent.rows, row_weights=sent.row_weights)
+            call.keep(**{f"weight_{name}": weight for name, weight in zip(PROJECTIONS, weights, strict=True)})
+        out: Tensor = self._experts(sent.rows, sent.row_weights, sent.cu_seqlens, weights)
+        if call.policy.full:
+            call.put(out=out)
+        elif call.policy.reaches("columns"):
+            _put_sample(call, sent, weights, out)
+        return out
+
+    @contextmanager
+    def _leased(self, step: str, sent: Dispatched, slots: bool = False) -> Iterator[None]:
+        """Note which generation of a view of rows, and of slots, is read, where the Buffer stamps its leases."""
+        leases = getattr(self.buffer, "leases", None)
+        with ExitStack() as reads:
+            if leases and sent.generation is not None:
+                reads.enter_context(leases.reading("rows", self.rank, sent.generation))
+            if leases and slots and step in self._slots_of:
+                only = self.rank if self.case.generation == "A" else None
+                reads.enter_context(leases.reading("slots", self.rank, self._slots_of[step], only))
+            yield
+
+    def _note_leases(self, call: Call) -> None:
+        """Put what the Buffer has read since the last time into the call, once the device is done."""
+        if leases := getattr(self.buffer, "leases", None):
+            reads = leases.drain()
+            call.later.append(lambda: call.info.update(leases=[read.to_json() for read in reads]))
 
     def combine(self, step: str, sent: Dispatched, rows: Tensor, repeat: int = 0, **flags: bool) -> Tensor:
         """Sum rows back to tokens.
@@ -213,9 +253,10 @@ class ComposedSession:
         """
         with self.rig.recorder.call(step, "combine", repeat=repeat, **flags) as call:
             call.put(rows=rows, row_weights=sent.row_weights)
-            out = self._call["combine"](sent.plan, rows, sent.row_weights, **flags)
+            with self._leased(step, sent):
+                out = self._call["combine"](sent.plan, rows, sent.row_weights, **flags)
             if flags.get("async_finish"):
-                out[2].wait()
+                self._wait(out[2])
             call.put(topk_weights=out[1])
             call.keep(hidden=out[0])
             call.note(hidden=out[0])
@@ -223,8 +264,22 @@ class ComposedSession:
                 call.put(after_rows=rows)
             if not flags.get("zero_copy"):
                 call.unchanged(rows=rows, row_weights=sent.row_weights)
+            self._note_leases(call)
         result: Tensor = out[0]
         return result
+
+    def plan_tensors(self, plan: Any) -> dict[str, Tensor]:
+        """The tensors of a plan, by field."""
+        return {name: getattr(plan, name) for name in PLAN_FIELDS}
+
+    def capture(self, step: str, sent: Dispatched) -> Captured:
+        """Capture a pass by the plan of an earlier dispatch in a CUDA graph; collective."""
+        with self.rig.recorder.call(step, "capture"):
+            return Captured(self, sent)
+
+    def planning_in_capture(self, batch: Batch) -> Callable[[Any], object]:
+        """A call that plans while a CUDA graph is captured."""
+        return in_capture(self.rig.here(batch))
 
     def reduce(self, step: str, plan: Any, grads: Gradients) -> None:
         """Bring the slots' gradients home."""
@@ -251,3 +306,13 @@ class ComposedSession:
     def close(self) -> None:
         """See ``Session.close``."""
         self._call["destroy"]()
+
+
+def _put_sample(call: Call, sent: Dispatched, weights: Sequence[Tensor], out: Tensor) -> None:
+    """Keep some rows whole, in and out, with the weights of their groups; P1 judges these."""
+    sample = sampled_rows(sent.end).to(out.device)
+    groups = torch.searchsorted(sent.cu_seqlens.long(), sample, right=True)
+    used, place = groups.unique(return_inverse=True)
+    row_weights = None if sent.row_weights is None else sent.row_weights[sample]
+    call.whole(sample=sample, sample_group=place, rows=sent.rows[sample], row_weights=row_weights, out=out[sample])
+    call.whole(**{f"weight_{name}": weight[used] for name, weight in zip(PROJECTIONS, weights, strict=True)})

@@ -222,10 +222,10 @@ class Logged:
         with self.flight.collective(name), _told():
             return self.inner.exchange(name, value)
 
-    def fence(self, name: str) -> None:
-        """See ``Comm.fence``."""
+    def fence(self, name: str, memory: Any) -> None:
+        """See ``Comm.fence``; on a GPU the host does not wait, and so leaves it at once."""
         with self.flight.collective(name), _told():
-            self.inner.fence(name)
+            self.inner.fence(name, memory)
 
     def symmetric(self, name: str, shape: Sequence[int], dtype: Any) -> Any:
         """See ``Comm.symmetric``."""

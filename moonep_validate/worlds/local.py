@@ -91,6 +91,7 @@ class LocalComm(DistComm):
 
     def exchange(self, name: str, value: T) -> list[T]:
         """See ``DistComm.exchange``; the same answers, and the same errors."""
+        self.pause(name)
         self.calls += 1
         try:
             gathered: list[Any] = [pickle.loads(one) for one in self.star.gather(_packed((name, value)))]
