@@ -331,8 +331,11 @@ def mutate(
     ] = None,
     subject: SubjectOption = "reference",
     sglang_path: PathOption = None,
+    world: WorldOption = None,
     device: DeviceOption = None,
-    deadline: Annotated[float | None, typer.Option(min=0.1, help="See run [2 on the reference, else 30].")] = None,
+    deadline: Annotated[
+        float | None, typer.Option(min=0.1, help="See run [2 on the reference, 6 in processes, else 30].")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="The matrix as JSON.")] = False,
     shrink_seconds: Annotated[float, typer.Option(help="Time to shrink each kill; 0 to leave it.")] = 0.0,
     write: Annotated[Path | None, typer.Option(help="Also write the document (docs/faults.md).")] = None,
@@ -341,7 +344,8 @@ def mutate(
     from moonep_validate import mutate as mutation
     from moonep_validate.report import matrix as report
 
-    deadline = deadline or (mutation.DEADLINE if subject == "reference" else 30.0)
+    quick = mutation.DEADLINE * (3 if world == "processes" else 1)
+    deadline = deadline or (quick if subject == "reference" else 30.0)
     job = _job({**_NO_OPTIONS, **context.params, "fault": None, "deadline": deadline})
     if job.not_run:
         raise CaseError(job.not_run)

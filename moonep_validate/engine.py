@@ -269,8 +269,10 @@ def _engine_subject(
 
 
 @lru_cache(maxsize=8)
-def _module_subject(module: str, generation: str, part: Part, relaxed: bool, destructive: bool) -> Subject:
-    return module_subject(module, generation, part, relaxed, destructive)
+def _module_subject(
+    module: str, generation: str, part: Part, relaxed: bool, destructive: bool, device: str
+) -> Subject:
+    return module_subject(module, generation, part, relaxed, destructive, device)
 
 
 def subject_of(job: Job) -> Subject:
@@ -281,7 +283,7 @@ def subject_of(job: Job) -> Subject:
         return REFERENCE
     assert job.generation is not None
     assert job.part is not None
-    return _module_subject(job.module, job.generation, job.part, job.relaxed, job.destructive)
+    return _module_subject(job.module, job.generation, job.part, job.relaxed, job.destructive, job.device)
 
 
 def unmet(job: Job, wanted: Sequence[str]) -> list[str]:

@@ -203,7 +203,7 @@ def mutate(job: Job, faults: Sequence[str], shrink_seconds: float = 0.0, workers
 
 def _shared_out(job: Job, work: Callable[[str], T], items: Sequence[str], workers: int) -> Iterator[T]:
     """Results of ``work`` as they come; the reference runs in threads, so its items go to several processes."""
-    if subject_of(job).world != "threads" or workers < 2 or len(items) < 4:
+    if (job.world or subject_of(job).world) != "threads" or workers < 2 or len(items) < 4:
         yield from map(work, items)
         return
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as executor:

@@ -79,7 +79,9 @@ REFERENCE = Subject(
 )
 
 
-def module_subject(name: str, generation: str, part: Part, relaxed: bool, destructive: bool) -> Subject:
+def module_subject(
+    name: str, generation: str, part: Part, relaxed: bool, destructive: bool, device: str = "cpu"
+) -> Subject:
     """Any importable module with MoonEP's ``Buffer``, with our experts around it.
 
     Args:
@@ -88,7 +90,9 @@ def module_subject(name: str, generation: str, part: Part, relaxed: bool, destru
         part: what was imported (probe.py); the module itself is imported in the workers only.
         relaxed: also run cases that real hardware refuses.
         destructive: also run bad input that may trap, hang or end the process.
+        device: ``cpu`` or ``cuda``.
     """
+    ranks = "GPU processes with NCCL" if device == "cuda" else "CPU processes with gloo"
 
     def supports(case: Case) -> str | None:
         if case.generation != generation:
@@ -120,5 +124,5 @@ def module_subject(name: str, generation: str, part: Part, relaxed: bool, destru
         },
         generations=(generation,),
         proves=f"{ours}{name} {part.version} keeps the contract from plan to combine on these cases",
-        leaves_open="experts were this project's reference, ranks were CPU processes with gloo, no engine ran",
+        leaves_open=f"experts were this project's reference, ranks were {ranks}, no engine ran",
     )

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import io
 import pickle
+import time
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moonep_validate.worlds.comm import CollectiveError, Deadlock
 from moonep_validate.worlds.dist import DistComm
 
 T = TypeVar("T")
+_CONNECT_SECONDS = 60.0
 
 
 class Star:
@@ -35,15 +36,13 @@ class Star:
         address = str(folder / "star")
         if rank == 0:
             with Listener(address, family="AF_UNIX", backlog=size) as listener:
-                dist.barrier()
                 numbered = {}
                 for _ in range(size - 1):
                     connection = listener.accept()
                     numbered[int(connection.recv_bytes())] = connection
             self.connections = [numbered[other] for other in range(1, size)]
         else:
-            dist.barrier()
-            self.connections = [Client(address, family="AF_UNIX")]
+            self.connections = [_connected(address)]
             self.connections[0].send_bytes(str(rank).encode())
 
     def gather(self, value: bytes) -> list[bytes]:
@@ -61,6 +60,22 @@ class Star:
         for connection in self.connections:
             connection.send_bytes(everything)
         return values
+
+
+def _connected(address: str) -> Connection:
+    """Rank 0, once it listens.
+
+    Raises:
+        OSError: if it does not within a minute.
+    """
+    end = time.monotonic() + _CONNECT_SECONDS
+    while True:
+        try:
+            return Client(address, family="AF_UNIX")
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.01)
 
 
 class LocalComm(DistComm):

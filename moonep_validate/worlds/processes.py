@@ -208,6 +208,8 @@ class Pool:
                 reply.stack = stacks[rank]
             ranks.append(Rank(records, reply.ended, stacks.get(rank), native.get(rank)))
         self.autopsy = autopsy(ranks, silent)
+        for rank, told in enumerate(self.autopsy["ranks"]):
+            told["output"] = _tail(Path(self.folder.name) / f"output{rank}")
 
     def _clean_up(self, replies: list[Reply], reset: bytes | None) -> None:
         """Close a pool that lost a rank; one in which ranks raised is kept if ``reset`` works on all of them."""

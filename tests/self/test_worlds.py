@@ -143,6 +143,13 @@ def test_the_reference_records_the_same_bytes_in_processes() -> None:
     assert trace.digest() == record(Job(), CASE).digest()
 
 
+def test_tensors_that_share_memory_travel_too() -> None:
+    case = Case.parse("genB+R4+E8+K2+S3+H64+hot:1+fill:real+k3")
+    trace, verdict = run_case(make_job(world="processes"), case)
+    assert verdict.ok, verdict.diagnosis
+    assert trace.digest() == record(Job(), case).digest()
+
+
 @pytest.mark.parametrize(
     "fault",
     ["routes-swap-experts", "row-of-another-token", "slot-not-filled", "duplicates-added-twice", "rank-raises"],
