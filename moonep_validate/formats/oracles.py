@@ -1,7 +1,7 @@
 """Who else decodes MXFP4 here? Other people's decoders behind one signature, probed by calling them.
 
-An oracle is whatever version the environment has: a name that cannot be imported, or that no longer takes the call,
-says so with what it raised. Nothing is replaced by our own decoder.
+An oracle is whatever version the environment has: a name that cannot be imported, or that no longer takes the
+call, says so with what it raised. Nothing is replaced by our own decoder.
 """
 
 from __future__ import annotations

@@ -38,7 +38,9 @@ def test_decode_of_one_byte_is_the_two_elements_low_nibble_first() -> None:
 
 def test_each_row_takes_its_own_scales_along_the_last_axis() -> None:
     packed = torch.full((2, 3, 32), 0x22, dtype=torch.uint8)  # all elements 1
-    scale = torch.tensor([[[125, 126], [127, 128], [129, 130]], [[1, 254], [131, 132], [133, 134]]]).to(torch.uint8)
+    scale = torch.tensor([[[125, 126], [127, 128], [129, 130]], [[1, 254], [131, 132], [133, 134]]]).to(
+        torch.uint8
+    )
     got = decode(packed, scale, torch.float64)
     assert got.shape == (2, 3, 64)
     assert torch.equal(got[..., ::BLOCK].log2(), scale.double() - 127)
@@ -128,7 +130,9 @@ def test_encode_of_decoded_bytes_is_the_value_again(rule: Rule) -> None:
     scale = torch.tensor([[119], [127], [128], [140]], dtype=torch.uint8)
     values = decode(mxfp4.pack(codes), scale)
     packed, bytes = encode(values, rule)
-    assert torch.equal(decode(packed, bytes), values) == (rule != "ceil")  # 6 needs twice the scale there: 0.5 is lost
+    assert torch.equal(decode(packed, bytes), values) == (
+        rule != "ceil"
+    )  # 6 needs twice the scale there: 0.5 is lost
     if rule == "floor":
         assert torch.equal(bytes, scale)
         assert torch.equal(packed, mxfp4.pack(codes))
@@ -171,9 +175,9 @@ def test_spellings_of_bytes_decode_alike_and_numbers_are_refused() -> None:
     want = decode(packed, scale)
     again = decode(packed.view(torch.int8), scale.view(torch.float8_e8m0fnu))
     assert torch.equal(again.nan_to_num(9.0), want.nan_to_num(9.0))
-    with pytest.raises(FormatError, match="torch.float32 is not a byte format"):
+    with pytest.raises(FormatError, match=r"torch\.float32 is not a byte format"):
         decode(packed, scale.float())
-    with pytest.raises(FormatError, match="torch.bool is not a byte format"):
+    with pytest.raises(FormatError, match=r"torch\.bool is not a byte format"):
         mxfp4.as_bytes(torch.zeros(3, dtype=torch.bool))
 
 
@@ -192,7 +196,7 @@ def test_what_cannot_be_encoded_or_decoded_is_refused() -> None:
         encode(block(float("nan"), float("inf")))
     with pytest.raises(FormatError, match="'nearest' is not known; known: floor, rceil, ceil, even"):
         encode(block(1.0), "nearest")  # type: ignore[arg-type]
-    with pytest.raises(FormatError, match="does not decode exactly to torch.float16"):
+    with pytest.raises(FormatError, match=r"does not decode exactly to torch\.float16"):
         decode(*all_pairs(), torch.float16)
 
 
@@ -201,7 +205,9 @@ def test_nan_scales_are_refused_with_name_and_place() -> None:
     mxfp4.refuse_nan_scales("experts.4.w1.weight_scale", scale)
     scale[2, 1], scale[2, 4] = 255, 255
     for spelling in (scale, scale.view(torch.float8_e8m0fnu)):
-        with pytest.raises(FormatError, match=r"experts\.4\.w1\.weight_scale\[2, 1\] is scale byte 0xFF .*2 of 15"):
+        with pytest.raises(
+            FormatError, match=r"experts\.4\.w1\.weight_scale\[2, 1\] is scale byte 0xFF .*2 of 15"
+        ):
             mxfp4.refuse_nan_scales("experts.4.w1.weight_scale", spelling)
 
 
