@@ -174,9 +174,9 @@ def findings(packed: Tensor, scale: Tensor, due: Identity) -> list[str]:
     lines = _unknown(packed, due) if not bool(got.known.all()) else []
     pairs = _groups(got, due)
     lines += [_wrong_place(got, due, at) for at in pairs]
-    wrong = mxfp4.as_bytes(scale) != scales_of(due)
-    if bool(wrong.any()):
-        lines.append(_scale_line(scale, due, wrong))
+    owner = _either(got, due)
+    if bool((wrong := mxfp4.as_bytes(scale) != scales_of(owner)).any()):
+        lines.append(_scale_line(scale, owner, wrong))
     return lines
 
 
@@ -236,14 +236,14 @@ def _range(numbers: Tensor) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-def _scale_line(scale: Tensor, due: Identity, wrong: Tensor) -> str:
+def _scale_line(scale: Tensor, owner: Identity, wrong: Tensor) -> str:
     got = mxfp4.as_bytes(scale)
     row, group = (int(i) for i in wrong.nonzero()[0])
     text = (
-        f"{int(wrong.sum())} of {wrong.numel()} scale bytes are not their block's, first at row {row}, "
-        f"block {group}: expected {int(scales_of(due)[row, group])}, got {int(got[row, group])}"
+        f"{int(wrong.sum())} of {wrong.numel()} scale bytes are not those of their codes, first at row {row}, "
+        f"block {group}: expected {int(scales_of(owner)[row, group])}, got {int(got[row, group])}"
     )
-    rows = (scales_of(due) == got[row]).all(-1).nonzero().flatten().tolist()
+    rows = (scales_of(owner) == got[row]).all(-1).nonzero().flatten().tolist()
     return text + (f"; these are the scales of row {rows[0]}" if len(rows) == 1 and rows[0] != row else "")
 
 

@@ -245,10 +245,13 @@ def garbage(folder: Path) -> None:
     (folder / "model-00002-of-00003.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
 
 
-def only_others(folder: Path) -> None:
-    (folder / checkpoint.INDEX).unlink()
-    for path in folder.glob("*.safetensors"):
+def empty(folder: Path) -> None:
+    for path in [folder / checkpoint.INDEX, *folder.glob("*.safetensors")]:
         path.unlink()
+
+
+def only_others(folder: Path) -> None:
+    empty(folder)
     save_file({"lm_head.weight": torch.zeros(2, 3)}, folder / "model.safetensors")
 
 
@@ -290,7 +293,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "index no JSON": (lambda f: (f / checkpoint.INDEX).write_text("weight_map"), "index.json is not JSON"),
     "index without map": (lambda f: (f / checkpoint.INDEX).write_text('{"weight_map": []}'), "no weight_map"),
     "no files": (
-        lambda f: [path.unlink() for path in f.iterdir() if path.name != "config.json"],
+        empty,
         "holds no safetensors file and no model.safetensors.index.json",
     ),
     "no experts": (only_others, "none of its 1 tensors is a routed expert"),
