@@ -43,7 +43,8 @@ def swap_nibbles(codes: Tensor) -> Tensor:
 def to_ggml(codes: Tensor) -> Tensor:
     """GGML's nibble order: in a block, low nibbles hold elements 0..15 and high nibbles 16..31."""
     halves = mxfp4.unpack(codes).unflatten(-1, (-1, 2, BLOCK // 2))
-    return (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(-2)
+    bytes: Tensor = halves[..., 0, :] | halves[..., 1, :] << 4
+    return bytes.flatten(-2)
 
 
 def from_ggml(codes: Tensor) -> Tensor:
