@@ -202,8 +202,11 @@ def _unknown(packed: Tensor, due: Identity) -> list[str]:
 def _groups(got: Identity, due: Identity, limit: int = 3) -> list[Tensor]:
     """Masks of known blocks in a wrong place, by who they are and who was due there; the largest first."""
     wrong = got.known & ~got.same(due)
-    keys = torch.stack([got.load, got.layer, got.expert, got.matrix, due.expert, due.matrix], dim=-1)
-    kinds, of, count = torch.unique(keys[wrong], dim=0, return_inverse=True, return_counts=True)
+    keys = torch.zeros_like(got.load)
+    for who, names in ((got, ("load", "layer", "expert", "matrix")), (due, ("expert", "matrix"))):
+        for name in names:  # 41 bits
+            keys = keys << BITS[name] | getattr(who, name)
+    kinds, of, count = torch.unique(keys[wrong], return_inverse=True, return_counts=True)
     masks = []
     for kind in count.argsort(descending=True)[:limit].tolist() if len(kinds) else ():
         mask = torch.zeros_like(wrong)
