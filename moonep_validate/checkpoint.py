@@ -365,7 +365,8 @@ def _read(data: Any, is_scale: bool) -> tuple[_Tensor, tuple[list[int], int] | N
     for piece in _pieces(data):
         bytes = mxfp4.as_bytes(piece.contiguous().view(torch.uint8))
         digest.update(bytes.numpy().data)
-        low, high = min(low, int(bytes.min())), max(high, int(bytes.max()))
+        least, most = (int(end) for end in bytes.aminmax())
+        low, high = min(low, least), max(high, most)
         zero = zero and not bool((bytes & 0x77).any())
         if is_scale and (nans := bytes == mxfp4.NAN_SCALE).any():
             place = nans.nonzero()[0].tolist()

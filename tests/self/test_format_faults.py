@@ -18,9 +18,9 @@ from moonep_validate.formats.loaded import Loaded, Shard, compare, due
 ROOT = Path(__file__).parents[2]
 GEOMETRY = Geometry().scaled(16, num_experts=5, top_k=2, moe_layers=3)
 #: 224 rows of down are padded to 256: padding is there to be spoiled.
-SHARD = Shard((3, 0, 4), columns_to=256)
+SHARD = Shard((3, 0), columns_to=256)
 OWN = due(identity.source(GEOMETRY), GEOMETRY, 2, SHARD)
-SEEDS = range(6)
+SEEDS = range(3)  # each bias, and different places
 
 
 def random_codes(experts: int) -> Loaded:
@@ -31,8 +31,8 @@ def random_codes(experts: int) -> Loaded:
         values = torch.randn(experts, *shape, generator=generator, dtype=torch.float64).clamp(-6, 6)
         return mxfp4.pack(mxfp4.encode_elements(values))
 
-    scale = torch.full((experts, 512, 8), 127, dtype=torch.uint8)
-    return Loaded(codes(512, 256), scale, codes(256, 256), scale[:, :256].clone())
+    scale = torch.full((experts, 256, 4), 127, dtype=torch.uint8)
+    return Loaded(codes(256, 128), scale, codes(128, 128), scale[:, :128].clone())
 
 
 def equal_experts() -> Loaded:
@@ -41,13 +41,13 @@ def equal_experts() -> Loaded:
 
 def small_values() -> Loaded:
     """Weights near 1e-3, as those of real layers."""
-    data = random_codes(3)
+    data = random_codes(2)
     return data._replace(w13_scale=data.w13_scale - 12, w2_scale=data.w2_scale - 12)
 
 
 NAIVE: dict[str, Loaded] = {
     "own": OWN,
-    "equal scales": random_codes(3),
+    "equal scales": random_codes(2),
     "equal experts": equal_experts(),
     "small values": small_values(),
 }
@@ -152,7 +152,7 @@ def test_seeds_give_different_places() -> None:
     ):
         fault = BYTE_FAULTS[id]
         results = [torch.cat([t.flatten() for t in fault.apply(OWN, seed)]) for seed in SEEDS]
-        assert len(torch.unique(torch.stack(results), dim=0)) > 2, id
+        assert all(not torch.equal(results[0], other) for other in results[1:]), id
 
 
 def test_all_classes_of_the_format_have_a_fault_and_an_explanation() -> None:
