@@ -102,9 +102,22 @@ def _compressed_tensors() -> Decoder:
     return decode
 
 
+def _transformers() -> Decoder:
+    """The decoder of gpt-oss checkpoints, which transposes."""
+    convert: Any = import_module("transformers.integrations.mxfp4").convert_moe_packed_tensors
+
+    def decode(packed: Tensor, scale: Tensor) -> Tensor:
+        blocks = packed.unflatten(-1, (-1, mxfp4.BLOCK // 2))
+        values: Tensor = convert(blocks[None], scale[None], dtype=torch.float32)
+        return values[0].T
+
+    return decode
+
+
 #: Distribution name -> how to make its decoder.
 ORACLES: dict[str, Callable[[], Decoder]] = {
     "ml-dtypes": _ml_dtypes,
     "torchao": _torchao,
     "compressed-tensors": _compressed_tensors,
+    "transformers": _transformers,
 }
