@@ -29,6 +29,9 @@ MAX = 6.0
 Rule = Literal["floor", "rceil", "ceil", "even"]
 RULES: tuple[Rule, ...] = get_args(Rule)
 
+#: Largest magnitude of a block in units of its scale, by rule: from a little over the first (or it) to the second.
+REACH: dict[Rule, tuple[float, float]] = {"floor": (4, 8), "rceil": (3, 6), "ceil": (2, 4), "even": (3.5, 7)}
+
 # dtype -> integer of its width, mantissa bits, bias; those that hold every product in range exactly.
 _LAYOUT = {
     torch.float32: (torch.int32, 23, 127),
@@ -97,6 +100,37 @@ def encode_elements(values: Tensor) -> Tensor:
     edges = torch.where(up, edges, torch.nextafter(edges, torch.full_like(edges, MAX)))
     magnitude = torch.bucketize(values.abs().contiguous(), edges, right=True)
     return (magnitude + 8 * torch.signbit(values)).to(torch.uint8)
+
+
+def encoding_faults(values: Tensor, packed: Tensor, scale: Tensor, rule: Rule | None = None) -> list[str]:
+    """What is wrong with somebody's encoding (docs/formats.md, Y9); any legal encoder passes.
+
+    Args:
+        values: what was encoded, float ``[..., K]``, finite.
+        packed, scale: the bytes, see ``decode``.
+        rule: the scale rule that the encoder promises; None allows for all of them.
+
+    Returns:
+        One line for scales out of reach, one for values further off than half a step and than clipping explains.
+    """
+    decoded, unit = decode(packed, scale, torch.float64), scale_values(scale, torch.float64)
+    size = values.double().unflatten(-1, (-1, BLOCK)).abs() / unit.unsqueeze(-1)
+    error = (decoded - values.double()).unflatten(-1, (-1, BLOCK)).abs() / unit.unsqueeze(-1)
+    low, high = REACH[rule] if rule else (2.0, 8.0)
+    largest = size.amax(-1)
+    unfit = ((largest > high) | (largest < low)) & (largest > 0) & (as_bytes(scale) > 0)
+    half_step = torch.where(size < 2, 0.25, torch.where(size < 4, 0.5, 1.0))
+    far = ~(error <= torch.maximum(half_step, size - MAX))
+    lines = []
+    if bool(unfit.any()):
+        place = tuple(int(i) for i in unfit.nonzero()[0])
+        lines.append(
+            f"{int(unfit.sum())} of {unfit.numel()} scales do not fit their block: at block {list(place)} the "
+            f"largest value is {float(largest[place]):.3g} units, expected {low:g} to {high:g}"
+        )
+    if bool(far.any()):
+        lines.append(f"{int(far.sum())} of {far.numel()} values are further off than half a step")
+    return lines
 
 
 def pack(codes: Tensor) -> Tensor:

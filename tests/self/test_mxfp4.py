@@ -143,13 +143,31 @@ def test_encode_is_within_half_a_step_or_clips_as_its_rule_allows(rule: Rule) ->
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(500, 3 * BLOCK, generator=generator) * torch.exp2(torch.arange(500)[:, None] % 31 - 15.0)
     packed, scale = encode(values, rule)
-    unit = mxfp4.scale_values(scale, torch.float64).repeat_interleave(BLOCK, -1)
-    size, error = values.double().abs() / unit, (decode(packed, scale).double() - values.double()).abs() / unit
-    limit = {"floor": 8.0, "rceil": 6.0, "ceil": 4.0, "even": 7.0}[rule]
-    assert float(size.max()) <= limit
-    assert float(size.unflatten(-1, (-1, BLOCK)).amax(-1).min()) > limit / 2 * 0.99  # and no scale is too large
-    half_step = torch.where(size < 2, 0.25, torch.where(size < 4, 0.5, 1.0))
-    assert bool((error <= torch.maximum(half_step, size - 6)).all())
+    assert mxfp4.encoding_faults(values, packed, scale, rule) == []
+    assert mxfp4.encoding_faults(values, packed, scale) == []  # no rule promised
+    for other in set(RULES) - {rule}:
+        assert "scales do not fit their block" in mxfp4.encoding_faults(values, packed, scale, other)[0]
+
+
+def test_wrong_encoders_are_told() -> None:
+    values = torch.stack([block(2.7, -0.3), block(5.5, 1.0), block(1.2, 0.6)])
+    packed, scale = encode(values, "rceil")
+    assert mxfp4.encoding_faults(values, packed, scale, "rceil") == []
+    # vllm#43557: the exponent of amax / 6, not rounded up; the largest value saturates.
+    cut = (values.abs().amax(-1, keepdim=True) / 6).log2().floor().add(127).to(torch.uint8)
+    codes = mxfp4.encode_elements((values / mxfp4.scale_values(cut)).double())
+    lines = mxfp4.encoding_faults(values, mxfp4.pack(codes), cut)
+    assert lines == [
+        "3 of 3 scales do not fit their block: at block [0, 0] the largest value is 10.8 units, expected 2 to 8"
+    ]
+    # vllm#35979: an offset of -2 applied twice; every value is four times too small.
+    assert len(mxfp4.encoding_faults(values, packed, scale - 2)) == 2
+    # Nibbles swapped: no scale tells.
+    assert mxfp4.encoding_faults(values, packed >> 4 | packed << 4, scale) == [
+        "6 of 96 values are further off than half a step"
+    ]
+    packed[1, 0] ^= 1  # one code one too low or high
+    assert len(mxfp4.encoding_faults(values, packed, scale)) == 1
 
 
 def test_corners_of_encode() -> None:
