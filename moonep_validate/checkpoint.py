@@ -140,8 +140,8 @@ class Report:
         }
 
 
-#: Told the number of expert tensors once, then each one's name.
-Progress = Callable[[str], None]
+#: Told after each expert tensor: how many were read, of how many, and its name.
+Progress = Callable[[int, int, str], None]
 
 
 def read_config(folder: Path) -> Geometry:
@@ -248,7 +248,7 @@ def inspect(folder: Path, content: bool = True, progress: Progress | None = None
     Args:
         folder: with ``config.json`` and safetensors files.
         content: read the data too; else headers only.
-        progress: told the name of each expert tensor once its data was read.
+        progress: told how far it is; not called for headers.
 
     Raises:
         CheckpointError: if it cannot be read, or is of another kind.
@@ -263,7 +263,7 @@ def inspect(folder: Path, content: bool = True, progress: Progress | None = None
         )
     report.findings += [*_completeness(report), *_shapes(report)]
     if content:
-        report.findings += _content(report, progress or (lambda name: None))
+        report.findings += _content(report, progress or (lambda done, total, name: None))
         report.content = True
     return report
 
@@ -345,7 +345,7 @@ def _content(report: Report, progress: Progress) -> Iterator[Finding]:
     with ExitStack() as stack:
         opened: dict[Path, Any] = {}
         by_file = sorted(report.experts.items(), key=lambda item: (report.headers[item[1]].file, item[0]))
-        for tensor, name in by_file:
+        for done, (tensor, name) in enumerate(by_file, 1):
             path = report.headers[name].file
             if path not in opened:
                 stack.close()
@@ -354,7 +354,7 @@ def _content(report: Report, progress: Progress) -> Iterator[Finding]:
             if bad:
                 yield Finding("Y7", f"{name}{bad[0]}", f"scale byte 0xFF (NaN); {bad[1]} of its bytes are")
             seen[tensor.layer, tensor.expert][f"{tensor.matrix}.{tensor.part}"] = kept
-            progress(name)
+            progress(done, len(by_file), name)
     yield from _dull(seen)
     yield from _twins(seen)
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from moonep_validate.case import CaseError
 
 if TYPE_CHECKING:
-    from moonep_validate.checkpoint import Report
+    from moonep_validate.checkpoint import Progress, Report
     from moonep_validate.formats.kimi_k3 import Geometry
     from moonep_validate.memory import Plan
 
@@ -92,18 +92,20 @@ def _model(name: str) -> Geometry:
     return read_config(Path(name))
 
 
-def _with_progress(inspection: Callable[[Callable[[str], None]], Report]) -> Report:
-    """Run an inspection under a spinner that names the tensor at hand; on stderr, so that output stays clean."""
-    with Console(stderr=True).status("reading headers") as status:
-        count = 0
+def _with_progress(inspection: Callable[[Progress], Report]) -> Report:
+    """Run an inspection under a bar with the time left; on stderr, so that the output stays clean."""
+    from rich import progress
 
-        def told(name: str) -> None:
-            nonlocal count
-            count += 1
-            if count % 50 == 1:
-                status.update(f"{count} expert tensors read, now {name}")
-
-        return inspection(told)
+    columns = (progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeRemainingColumn())
+    text = progress.TextColumn("{task.description}", markup=False)
+    console = Console(stderr=True)
+    with progress.Progress(
+        *columns, text, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("reading headers", total=None)
+        return inspection(
+            lambda done, total, name: bar.update(task, completed=done, total=total, description=name)
+        )
 
 
 def _show_report(report: Report, ep: int | None) -> None:

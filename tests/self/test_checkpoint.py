@@ -103,10 +103,11 @@ def test_what_iswritten_is_read_again(written: Path) -> None:
 
 
 def test_a_clean_checkpoint_has_no_findings_and_known_bytes(written: Path) -> None:
-    told: list[str] = []
-    report = inspect(written, progress=told.append)
+    told: list[tuple[int, int, str]] = []
+    report = inspect(written, progress=lambda *arguments: told.append(arguments))
     assert report.findings == []
-    assert sorted(told) == sorted(report.experts.values())
+    assert [(done, total) for done, total, _ in told] == [(done, 144) for done in range(1, 145)]
+    assert sorted(name for _, _, name in told) == sorted(report.experts.values())
     one = 3 * 224 * 192 * 17 // 32
     assert report.rank_bytes(4) == [2 * 3 * one] * 4
     assert sum(report.rank_bytes(1)) == 24 * one
