@@ -135,11 +135,10 @@ def _ints_weights(expert: Tensor, seed: int, layer: int, H: int, I: int, entries
     down = torch.zeros(len(expert), H, I)
     out_row, entry = torch.arange(H)[:, None], torch.arange(entries)
     index = (expert[..., None], out_row, entry)
-    down.scatter_(
-        2,
-        below(hashed("down/column", seed, layer, *index), I),
-        _sign(hashed("down/sign", seed, layer, *index)),
-    )
+    column = below(hashed("down/column", seed, layer, *index), I)
+    sign = _sign(hashed("down/sign", seed, layer, *index))
+    for place in range(entries):  # one column may be hit twice: the last one counts, on every device
+        down.scatter_(2, column[..., place : place + 1], sign[..., place : place + 1])
     return {"gate": gate.bfloat16(), "up": up.bfloat16(), "down": down.bfloat16()}
 
 
