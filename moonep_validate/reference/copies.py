@@ -24,8 +24,8 @@ def put(comm: Comm, name: str, memory: Tensor, source: Tensor, sends: Sequence[P
     peers = comm.peers(memory)
     if peers is not None:
         for peer, (place, row) in zip(peers, sends, strict=True):
-            peer[row] = source[place]
             comm.pause(name)
+            peer[row] = source[place]
         return
     messages = [(row.cpu(), source[place].cpu()) for place, row in sends]
     for row, values in all_to_all(comm, name, messages):
@@ -46,8 +46,8 @@ def get(comm: Comm, name: str, memory: Tensor, reads: Sequence[Pairs], count: in
     peers = comm.peers(memory)
     if peers is not None:
         for peer, (place, row) in zip(peers, reads, strict=True):
-            out[place] = peer[row]
             comm.pause(name)
+            out[place] = peer[row]
         return out
     asked = all_to_all(comm, f"{name} index", [row.cpu() for _, row in reads])
     answers = [memory[comm.rank][row.to(memory.device)].cpu() for row in asked]

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 #: Longest delay of a disturbed world at one point, in seconds on the host and in clock cycles of a GPU.
 _LONGEST = 0.004
-_CYCLES = 2_000_000
+_CYCLES = 12_000_000
 
 
 class DistComm:
@@ -104,7 +104,7 @@ class DistComm:
         if self._random.random() < 0.5:
             sleep(self._random.random() ** 3 * _LONGEST)
         if self.device.type == "cuda" and self._random.random() < 0.5:
-            torch.cuda._sleep(int(self._random.random() ** 2 * _CYCLES))
+            torch.cuda._sleep(int(self._random.random() ** 3 * _CYCLES))
 
     def disturb(self, seed: int) -> None:
         """See ``Comm.disturb``; each rank waits at other points."""
