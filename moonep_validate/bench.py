@@ -20,7 +20,7 @@ from rich.console import Console
 from moonep_validate.case import Case
 from moonep_validate.checks import CHECKS, run_check
 from moonep_validate.contract import Ints, Layout
-from moonep_validate.engine import Job, open_trace, run_case
+from moonep_validate.engine import Job, judge, make_job, open_trace, record, run_case
 from moonep_validate.facts import Step
 from moonep_validate.oracle.plan import Plan, make_plan
 from moonep_validate.routing import topk_ids
@@ -184,3 +184,31 @@ def _load(path: Path) -> Callable[[Ints, Layout], Any]:
     spec.loader.exec_module(module)
     function: Callable[[Ints, Layout], Any] = module.naive_plan
     return function
+
+
+#: The width of the experts is small, since the transport is what is measured.
+_K3 = "gen{generation}+R2+E896+K16+S4096+H3584+I128+pad128+lognormal:1.0+fill:real"
+
+
+def k3(console: Console, device: str) -> None:
+    """Kimi-K3's geometry through the reference on two ranks: what judging costs against the run itself.
+
+    Args:
+        console: where to print.
+        device: ``cpu`` or ``cuda``.
+    """
+    for generation in ("A", "B"):
+        case = Case.parse(_K3.format(generation=generation))
+        for keep in ("digest", "columns"):
+            job = make_job(world="processes", device=device, keep=keep, deadline=300.0)
+            record(job, case)  # starts the ranks, maps memory, makes the data
+            begin = time.perf_counter()
+            trace = record(job, case)
+            middle = time.perf_counter()
+            verdict = judge(trace)
+            end = time.perf_counter()
+            judged, ran = end - middle, middle - begin
+            line = f"run {ran:.2f} s, judged {judged:.2f} s, {judged / ran:.2f} of the run"
+            console.print(f"{case} --record {keep}: {verdict.status}, {line}", highlight=False, soft_wrap=True)
+            if not verdict.ok:
+                console.print(verdict.diagnosis, markup=False, highlight=False, soft_wrap=True)

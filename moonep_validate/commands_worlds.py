@@ -76,18 +76,21 @@ def races(
 
 
 def bench(
-    what: Annotated[str, typer.Argument(help="core or worlds")] = "core",
+    what: Annotated[str, typer.Argument(help="core, worlds or k3")] = "core",
+    device: Annotated[str, typer.Option(help="Of k3: cpu or cuda.")] = "cuda",
     naive: Annotated[Path | None, typer.Option(help="Naive loop planner to compare with.")] = Path(
         "tests/self/naive_plan.py"
     ),
 ) -> None:
     """Print speed ratios measured in one run."""
-    if what not in ("core", "worlds"):
-        raise CaseError(f"bench is {what!r}; known: core, worlds")
+    if what not in ("core", "worlds", "k3"):
+        raise CaseError(f"bench is {what!r}; known: core, worlds, k3")
     from moonep_validate import bench as benchmarks
 
     console = Console(width=None if Console().is_terminal else 120)
     if what == "worlds":
         benchmarks.worlds(console)
+    elif what == "k3":
+        benchmarks.k3(console, device)
     else:
         benchmarks.core(console, naive if naive and naive.is_file() else None)

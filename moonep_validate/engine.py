@@ -23,6 +23,7 @@ from moonep_validate.facts import Step, steps_of
 from moonep_validate.faults import Seams, parse_fault
 from moonep_validate.keep import Keep
 from moonep_validate.measures import measures
+from moonep_validate.problem import CPU
 from moonep_validate.provenance import describe
 from moonep_validate.rig import Rig
 from moonep_validate.scenarios import NEEDS_GPU, SCENARIOS
@@ -346,7 +347,8 @@ def _needs_gpu(job: Job, case: Case) -> str | None:
 def rank_main(job: Job, case: Case, comm: Comm, recorder: Recorder) -> list[Relation]:
     """The only function that runs on a rank; returns the relations that the scenario promises."""
     seams = Seams(job.faults, comm.rank)
-    rig = Rig(case, comm, recorder, seams, subject_of(job).open)
+    device = comm.device if job.engine is None else CPU
+    rig = Rig(case, comm, recorder, seams, subject_of(job).open, device=device)
     try:
         SCENARIOS[case.scenario.name](rig)
     finally:

@@ -18,14 +18,13 @@ _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 
 
-def hashed(name: str, seed: int, *indices: Tensor | int, device: torch.device | str = "cpu") -> Tensor:
+def hashed(name: str, seed: int, *indices: Tensor | int) -> Tensor:
     """Hash (name, seed, indices) to int64 values.
 
     Args:
         name: which data this is; different names give unrelated values.
         seed: the case's seed.
-        indices: integers or int64 tensors that broadcast together.
-        device: where integer-only index lists are evaluated.
+        indices: integers or int64 tensors that broadcast together; the result is on the device of the tensors.
 
     Returns:
         int64, of the broadcast shape of ``indices``, uniform over all 64 bits.
@@ -34,6 +33,7 @@ def hashed(name: str, seed: int, *indices: Tensor | int, device: torch.device | 
     first = next((place for place, index in enumerate(indices) if isinstance(index, Tensor)), len(indices))
     for number in indices[:first]:  # leading numbers cost no tensor operation
         state = _mix_int((state + (int(number) + 1) * _GOLDEN) & _WORD)
+    device = next((index.device for index in indices if isinstance(index, Tensor)), None)
     result = torch.tensor(state - (state >> 63 << 64), device=device)
     for index in indices[first:]:
         result = _mix(result + (torch.as_tensor(index, device=device) + 1) * (_GOLDEN - 2**64))

@@ -29,6 +29,7 @@ from moonep_validate.case import Case
 from moonep_validate.contract import Layout
 from moonep_validate.hashing import below, hashed, normal, unit
 
+CPU = torch.device("cpu")
 PROJECTIONS = ("gate", "up", "down")
 _UNIT, _UNITS = 16, 256
 
@@ -54,18 +55,26 @@ class Batch:
     tokens: int
 
 
-def batch(case: Case, rank: int, tokens: int | None = None) -> Batch:
-    """The tokens of one rank; as many as the case says, unless ``tokens`` says otherwise."""
+def batch(case: Case, rank: int, tokens: int | None = None, device: torch.device = CPU) -> Batch:
+    """The tokens of one rank; as many as the case says, unless ``tokens`` says otherwise.
+
+    Args:
+        case, rank: whose.
+        tokens: how many are real.
+        device: where the tokens are made and live; they are the same on every device.
+    """
     real = case.token_count(rank) if tokens is None else tokens
-    hidden = _HIDDEN[case.fill.name](case, rank)
-    weights = _ROUTE_WEIGHTS[case.fill.name](case, rank)
+    ids = routing.topk_ids(case, rank).to(device)
+    with device:
+        hidden = _HIDDEN[case.fill.name](case, rank)
+        weights = _ROUTE_WEIGHTS[case.fill.name](case, rank)
     hidden[real:] = 0
     weights[real:] = 0
-    return Batch(hidden.to(torch.bfloat16), routing.topk_ids(case, rank), weights, real)
+    return Batch(hidden.to(torch.bfloat16), ids, weights, real)
 
 
-def expert_weights(case: Case, rank: int, layer: int = 0) -> dict[str, Tensor]:
-    """Weights of the experts that ``rank`` owns: fresh bf16 tensors.
+def expert_weights(case: Case, rank: int, layer: int = 0, device: torch.device = CPU) -> dict[str, Tensor]:
+    """Weights of the experts that ``rank`` owns: fresh bf16 tensors, made on a device, the same on each.
 
     Returns:
         ``gate`` and ``up`` of ``[E/R, I, H]``, ``down`` of ``[E/R, H, I]``.
@@ -73,7 +82,9 @@ def expert_weights(case: Case, rank: int, layer: int = 0) -> dict[str, Tensor]:
     entries = min(8, 32 // case.K) if case.fill.name == "ints" else 0
     args = (case.fill.name, case.seed, layer, case.experts_per_rank, case.H, case.I, entries)
     scales = _SCALES[case.model.name]
-    return {name: tensor * scales.get(name, 1) for name, tensor in _expert_weights(rank, *args).items()}
+    with device:
+        weights = _expert_weights(rank, *args, device)
+    return {name: tensor * scales.get(name, 1) for name, tensor in weights.items()}
 
 
 @lru_cache(maxsize=64)
@@ -86,6 +97,7 @@ def _expert_weights(
     H: int,
     I: int,
     entries: int,
+    device: torch.device,
 ) -> dict[str, Tensor]:
     expert = torch.arange(per_rank)[:, None] + rank * per_rank
     if fill == "ints":
@@ -123,11 +135,10 @@ def _ints_weights(expert: Tensor, seed: int, layer: int, H: int, I: int, entries
     down = torch.zeros(len(expert), H, I)
     out_row, entry = torch.arange(H)[:, None], torch.arange(entries)
     index = (expert[..., None], out_row, entry)
-    down.scatter_(
-        2,
-        below(hashed("down/column", seed, layer, *index), I),
-        _sign(hashed("down/sign", seed, layer, *index)),
-    )
+    column = below(hashed("down/column", seed, layer, *index), I)
+    sign = _sign(hashed("down/sign", seed, layer, *index))
+    for place in range(entries):  # one column may be hit twice: the last one counts, on every device
+        down.scatter_(2, column[..., place : place + 1], sign[..., place : place + 1])
     return {"gate": gate.bfloat16(), "up": up.bfloat16(), "down": down.bfloat16()}
 
 

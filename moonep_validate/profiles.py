@@ -153,6 +153,7 @@ _MULTIGPU_ONCE = """
 hot:5+variants+@slot_used zipf:1.0+variants fill:real+hot:3+variants hot:5+life+@slot_used fill:ulp+combine_only
 fill:cancel+combine_only zipf:1.0+dispatch_only+@odd_bits hot:5+packed+@slot_used zipf:2.0+two_poisons+@padding
 hot:6+marked_slots+@slot_used hot:6+metamorphic+@slot_used fill:real+zipf:1.0+independent hot:6+linear+@slot_used
+hot:5+nemesis:0+@slot_used fill:real+hot:1+nemesis:1+@slot_used hot:3+nemesis:2+@slot_used hot:5+graph+@slot_used
 """
 
 

@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from moonep_validate.case import Case
 from moonep_validate.faults import Seams
-from moonep_validate.problem import Batch, batch, expert_weights
+from moonep_validate.problem import CPU, Batch, batch, expert_weights
 from moonep_validate.reference.moves import rows_of
 from moonep_validate.trace import Recorder, Relation
 from moonep_validate.transforms import Weights, transformed_weights
@@ -71,6 +72,7 @@ class Rig:
         poison_value: what undefined memory is filled with from now on.
         relations: promises made so far, the same on every rank.
         layers: layers with transformed weights by number.
+        device: where data is made; the CPU for an engine, which moves it as it likes.
     """
 
     case: Case
@@ -81,6 +83,7 @@ class Rig:
     poison_value: float = NAN
     relations: list[Relation] = field(default_factory=list)
     layers: dict[int, Weights] = field(default_factory=dict)
+    device: torch.device = CPU
 
     @contextmanager
     def open(self, **changes: Any) -> Iterator[Any]:
@@ -97,11 +100,11 @@ class Rig:
 
     def batch(self, tokens: int | None = None) -> Batch:
         """This rank's tokens; as many as the case says, unless ``tokens`` says otherwise."""
-        return batch(self.case, self.comm.rank, tokens)
+        return batch(self.case, self.comm.rank, tokens, self.device)
 
     def here(self, tokens: Batch) -> Batch:
         """A batch on the device of this rank."""
-        here = self.comm.device
+        here = self.device
         hidden, ids, weights = (t.to(here) for t in (tokens.hidden, tokens.topk_ids, tokens.topk_weights))
         return replace(tokens, hidden=hidden, topk_ids=ids, topk_weights=weights)
 
@@ -115,7 +118,7 @@ class Rig:
         """Weights of the experts that ``rank`` owns in a layer, see ``problem.expert_weights``."""
         if layer in self.layers:
             return transformed_weights(self.case, rank, self.layers[layer])
-        return expert_weights(self.case, rank, layer)
+        return expert_weights(self.case, rank, layer, self.device)
 
     def poison(self, tensor: Tensor) -> None:
         """Fill undefined memory; bytes get a byte pattern, since they have no NaN."""
