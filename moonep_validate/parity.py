@@ -86,7 +86,7 @@ class Parity:
                 except RuntimeError as error:
                     trace.errors.append(f"this rank had finished, and its peers had not: {error}")
             with self.world.hurried(failed and not job.embedded):
-                return self.world.gather(trace.to_bytes())
+                return self.world.gather(trace.to_bytes(sealed=False))
         raise AssertionError("a lost world has ended this process")
 
     def led(self, function: Callable[[], T]) -> T:

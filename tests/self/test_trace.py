@@ -48,8 +48,8 @@ def test_errors_relations_and_nan_payloads_travel(tmp_path: Path) -> None:
         (lambda data: b"", "damaged or no trace"),
         (lambda data: b"not safetensors at all", "damaged or no trace"),
         (
-            lambda data: data.replace(b'\\"format\\": 2', b'\\"format\\": 9', 1),
-            "trace format 9, this version reads 2",
+            lambda data: data.replace(b'\\"format\\": 3', b'\\"format\\": 9', 1),
+            "trace format 9, this version reads 3",
         ),
         (lambda data: safetensors.torch.save({"x": torch.zeros(2)}), "no trace of moonep-validate"),
     ],
