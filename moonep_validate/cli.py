@@ -71,6 +71,9 @@ RequireOption = Annotated[
 WaiversOption = Annotated[
     str | None, typer.Option(help="File of known defects of an engine; none: no waivers; else those we ship.")
 ]
+ExpertsOption = Annotated[
+    str, typer.Option(help="Who computes expert rows: torch, deep_gemm, MODULE:FUNCTION, ... (see experts/).")
+]
 RelaxedOption = Annotated[bool, typer.Option("--relaxed", help="Also run cases that real hardware refuses.")]
 
 DestructiveOption = Annotated[
@@ -83,6 +86,7 @@ _NO_OPTIONS: dict[str, Any] = {
     **dict.fromkeys(("moonep_module", "api", "policy", "waivers", "fault")),
     "relaxed": False,
     "destructive": False,
+    "experts": "reference",
 }
 
 
@@ -99,6 +103,7 @@ def run(
     device: DeviceOption = None,
     waivers: WaiversOption = None,
     moonep_module: ModuleOption = None,
+    experts: ExpertsOption = "reference",
     api: ApiOption = None,
     policy: PolicyOption = None,
     relaxed: RelaxedOption = False,
@@ -158,6 +163,7 @@ def shrink(
     device: DeviceOption = None,
     waivers: WaiversOption = None,
     moonep_module: ModuleOption = None,
+    experts: ExpertsOption = "reference",
     api: ApiOption = None,
     policy: PolicyOption = None,
     relaxed: RelaxedOption = False,
@@ -291,6 +297,7 @@ def search(
     device: DeviceOption = None,
     waivers: WaiversOption = None,
     moonep_module: ModuleOption = None,
+    experts: ExpertsOption = "reference",
     api: ApiOption = None,
     policy: PolicyOption = None,
     relaxed: RelaxedOption = False,
@@ -329,6 +336,7 @@ def mutate(
         list[str] | None, typer.Option("--kind", help="Only faults that stand for this kind or bug, e.g. K08.")
     ] = None,
     subject: SubjectOption = "reference",
+    experts: ExpertsOption = "reference",
     sglang_path: PathOption = None,
     device: DeviceOption = None,
     deadline: Annotated[float | None, typer.Option(min=0.1, help="See run [2 on the reference, else 30].")] = None,
@@ -463,6 +471,7 @@ def _job(options: Mapping[str, Any]) -> Job:
             subject=options["subject"],
             path=options["sglang_path"],
             waivers="" if options["waivers"] == "none" else options["waivers"],
+            experts=options["experts"],
             **given,
         )
 

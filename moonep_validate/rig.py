@@ -22,6 +22,7 @@ from moonep_validate.worlds.comm import Comm
 
 NAN = float("nan")
 _BYTE_POISON = 0xA5
+_NAN_SCALE = 0xFF
 _FIRST_OF_OTHERS = 16
 
 
@@ -68,6 +69,7 @@ class Rig:
         poison_value: what undefined memory is filled with from now on.
         relations: promises made so far, the same on every rank.
         layers: layers with transformed weights by number.
+        experts: name of the part that computes the expert rows, see ``experts.find``.
     """
 
     case: Case
@@ -78,6 +80,7 @@ class Rig:
     poison_value: float = NAN
     relations: list[Relation] = field(default_factory=list)
     layers: dict[int, Weights] = field(default_factory=dict)
+    experts: str = "reference"
 
     @contextmanager
     def open(self, **changes: Any) -> Iterator[Any]:
@@ -111,6 +114,10 @@ class Rig:
     def poison(self, tensor: Tensor) -> None:
         """Fill undefined memory; bytes get a byte pattern, since they have no NaN."""
         tensor.fill_(self.poison_value if tensor.is_floating_point() else _BYTE_POISON)
+
+    def poison_scale(self, scale: Tensor) -> None:
+        """Fill undefined E8M0 scales: they do have a NaN, and a large number is like any other byte."""
+        scale.fill_(_NAN_SCALE if self.poison_value != self.poison_value else _BYTE_POISON)
 
     def promise(
         self,

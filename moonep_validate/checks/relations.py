@@ -80,12 +80,24 @@ def _compare(step: Step, base: Step, op: str, name: str) -> Compared:
         inside = tuple(torch.from_numpy(axis) for axis in index)
         place = lambda i: {"rank": int(index[0][i[0]]), "row": int(index[1][i[0]])}  # noqa: E731
         return differ_bits(what, want[inside], got[inside], place)
+    if op == "experts" and base.has("experts", "valid"):
+        return _compare_valid(step, base, name, what)
     if op == "prefetch":
         used = torch.from_numpy(base.copies >= 0)
         if not used.any():
             raise Absent("the plan uses no slot")
         want, got = want[used], got[used]
     return differ_bits(what, want, got, lambda i: {"rank": i[0], "element": i[-1]})
+
+
+def _compare_valid(step: Step, base: Step, name: str, what: str) -> Compared:
+    """Rows of experts that were called alone; the others are undefined, and every rank has as many as it likes."""
+    valid = [base.one("experts", rank, "valid") for rank in range(base.case.R)]
+    place = [(rank, int(row)) for rank, mask in enumerate(valid) for row in mask.nonzero()[:, 0]]
+    want, got = (
+        torch.cat([s.one("experts", rank, name)[mask] for rank, mask in enumerate(valid)]) for s in (base, step)
+    )
+    return differ_bits(what, want, got, lambda i: {"rank": place[i[0]][0], "row": place[i[0]][1], "column": i[1]})
 
 
 def _compare_moved(step: Step, relation: Relation, op: str, name: str) -> Compared:

@@ -8,17 +8,20 @@ and weighted row, then one partial sum per destination rank with several rows, t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from moonep_validate.oracle.activation import SILU, Activation
-from moonep_validate.oracle.bounds import accumulation_variance, rounding_variance
+from moonep_validate.oracle.bounds import accumulation_variance, block_variance, rounding_variance
 
 #: Rounding points that an experts part may declare beyond those of the reference experts: the SiLU by itself is
-#: rounded, the route weight is rounded, and the weight is applied before the down projection.
-ROUNDS = ("silu", "route_weight", "weighted_activation")
+#: rounded, the route weight is rounded, the weight is applied before the down projection; FP8: what goes into a
+#: product is rounded to E4M3 under a scale per 1 x 128, its weights under one per 128 x 128.
+ROUNDS = ("silu", "route_weight", "weighted_activation", "fp8_inputs", "fp8_weights")
+#: Rows of one group that are computed at once, so that memory is bounded whatever a group holds.
+CHUNK = 8192
 
 
 def gated_mlp(
@@ -38,8 +41,9 @@ def gated_mlp(
     Returns:
         Output and error variance, both ``[n, H]``, float64, or float32 if ``exact``.
     """
-    # Exact data are integers below 2**24 in every sum, so float32 gives the float64 result, in half the time.
-    kind = torch.float32 if exact else torch.float64
+    # Exact data are integers below 2**24 in every sum, so float32 gives the float64 result, in half the time; but
+    # a GPU may be set to multiply float32 in fewer bits.
+    kind = torch.float32 if exact and x.device.type == "cpu" else torch.float64
     x, gate, up, down = (tensor.to(kind) for tensor in (x, *weights))
     g, u = x @ gate.T, x @ up.T
     (gated, gate_slope), (linear, up_slope) = activation.gate(g), activation.up(u)
@@ -47,18 +51,35 @@ def gated_mlp(
     y = inner @ down.T
     if exact:
         return y, torch.zeros_like(y)
-    variance_g = rounding_variance(g) + accumulation_variance(x**2 @ (gate**2).T, x.shape[1])
-    variance_u = rounding_variance(u) + accumulation_variance(x**2 @ (up**2).T, x.shape[1])
+    variance_g = rounding_variance(g) + _product_variance(x, gate, rounds)
+    variance_u = rounding_variance(u) + _product_variance(x, up, rounds)
     variance = (gate_slope * linear) ** 2 * variance_g + (gated * up_slope) ** 2 * variance_u
     variance += rounding_variance(inner)
     if "silu" in rounds:
         variance += linear**2 * rounding_variance(gated)
     if "weighted_activation" in rounds:
         variance += rounding_variance(inner)  # of the weighted one, whose relative error is of the same size
-    variance = variance @ (down**2).T + accumulation_variance(inner**2 @ (down**2).T, down.shape[1])
+    variance = variance @ (down**2).T + _product_variance(inner, down, rounds)
     if "weighted_activation" not in rounds:
         variance += rounding_variance(y)
     return y, variance
+
+
+def _product_variance(x: Tensor, weight: Tensor, rounds: Sequence[str]) -> Tensor:
+    """Error variance of ``x @ weight.T`` by its sum, and by what the part rounds before it: ``[n, rows]``.
+
+    Args:
+        x: ``[n, K]``.
+        weight: ``[rows, K]``.
+        rounds: see ``gated_mlp``.
+    """
+    squares = weight**2
+    variance = accumulation_variance(x**2 @ squares.T, x.shape[1])
+    if "fp8_inputs" in rounds:
+        variance += block_variance(x, 1) @ squares.T
+    if "fp8_weights" in rounds:
+        variance += x**2 @ block_variance(weight, 128).T
+    return variance
 
 
 def expert_rows(
@@ -99,7 +120,7 @@ def grouped_rows(
     rounds: Sequence[str] = (),
     activation: Activation = SILU,
 ) -> tuple[Tensor, Tensor]:
-    """Rows that belong to different groups.
+    """Rows that belong to different groups, computed where they are, at most ``CHUNK`` at a time.
 
     Args:
         x: ``[n, H]``.
@@ -111,19 +132,28 @@ def grouped_rows(
     Returns:
         Output and error variance, both float64 ``[n, H]``.
     """
-    out, variance = torch.empty(x.shape, dtype=torch.float64), torch.zeros(x.shape, dtype=torch.float64)
-    order = group.argsort(stable=True)
-    counts = group.bincount().tolist()
-    begin = 0
-    for index, count in enumerate(counts):
-        if count:
-            rows = order[begin : begin + count]
-            mine = [weight[index] for weight in weights]
-            result = expert_rows(x[rows], mine, route_weights[rows], exact, rounds, activation)
-            out[rows], begin = result[0], begin + count
-            if not exact:
-                variance[rows] = result[1]
+    out = torch.empty(x.shape, dtype=torch.float64, device=x.device)
+    variance = torch.zeros_like(out)
+    for index, rows in pieces(group):
+        mine = [weight[index] for weight in weights]
+        result = expert_rows(x[rows], mine, route_weights[rows], exact, rounds, activation)
+        out[rows] = result[0]
+        if not exact:
+            variance[rows] = result[1]
     return out, variance
+
+
+def pieces(group: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The rows of each group in order, at most ``CHUNK`` at a time: pairs of the group and int64 row numbers.
+
+    Args:
+        group: ``[n]``, index of each row's group.
+    """
+    order, begin = group.argsort(stable=True), 0
+    for index, count in enumerate(group.bincount().tolist()):
+        for rows in order[begin : begin + count].split(CHUNK) if count else ():
+            yield index, rows
+        begin += count
 
 
 def dense_layer(
@@ -173,7 +203,11 @@ def _partial_sum_variance(rows: Tensor, rank_of: Tensor | None) -> Tensor:
         rank_of: ``[..., K]`` or None.
     """
     tokens, top_k, _ = rows.shape
-    place = torch.arange(top_k).expand(tokens, -1) if rank_of is None else rank_of.reshape(-1, top_k)
+    place = (
+        torch.arange(top_k, device=rows.device).expand(tokens, -1)
+        if rank_of is None
+        else rank_of.reshape(-1, top_k)
+    )
     variance = torch.zeros_like(rows[:, 0])
     for k in range(top_k):
         together = place == place[:, k : k + 1]

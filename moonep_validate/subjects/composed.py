@@ -5,15 +5,25 @@ The recorder sits outside the seams, so that it sees what a fault does; what goe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moonep_validate import experts
 from moonep_validate.contract import Layout
-from moonep_validate.problem import PROJECTIONS, Batch, projection_shapes
-from moonep_validate.reference.experts import grouped_experts
+from moonep_validate.problem import (
+    PROJECTIONS,
+    Batch,
+    compute_rows,
+    projection_shapes,
+    stored,
+    stored_dtype,
+    stored_shapes,
+)
+from moonep_validate.reference.experts import swiglu
+from moonep_validate.reference.routed import situ
 from moonep_validate.rig import Dispatched, Rig
 from moonep_validate.subjects.adapter import Gradients, Slots, make_buffer
 from moonep_validate.trace import Call
@@ -28,10 +38,20 @@ PLAN_FIELDS = (
     "dup_loffs",
     "dup_counts",
 )
+_ACTIVATION_OF: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"moe": swiglu, "k3": situ}
+_SIGNS = 0x88
+
+
+def negate(weight: Tensor) -> None:
+    """Change the sign of every value in place: of BF16, or of the two E2M1 codes of a byte."""
+    if weight.dtype == torch.uint8:
+        weight.bitwise_xor_(_SIGNS)
+    else:
+        weight.neg_()
 
 
 class ComposedSession:
-    """One rank: a Buffer, weights with slots, and our reference experts.
+    """One rank: a Buffer, weights with slots, and the experts of the rig, our reference by default.
 
     Args:
         rig: what the scenario holds.
@@ -50,7 +70,8 @@ class ComposedSession:
             for name in ("dispatch", "prefetch_weight", "combine", "reduce_grad", "destroy")
             if hasattr(self.buffer, name)
         }
-        self._experts = rig.seams.around("experts", grouped_experts)
+        activation = rig.seams.around("model.activation", _ACTIVATION_OF[case.model.name])
+        self._experts = rig.seams.around("experts", experts.prepared(rig.experts, case, activation))
         self._expert_weights = rig.seams.around("weights", rig.expert_weights)
         self.shapes = projection_shapes(case)
         self._weights: Slots | None = None
@@ -58,9 +79,9 @@ class ComposedSession:
 
     @property
     def weights(self) -> Slots:
-        """The BF16 weights; allocated when first used, collective."""
+        """The weights in the case's format; allocated when first used, collective."""
         if self._weights is None:
-            self._weights = self.make_slots(self.shapes, torch.bfloat16)
+            self._weights = self.make_slots(stored_shapes(self.case), stored_dtype(self.case))
         return self._weights
 
     def make_slots(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Slots:
@@ -79,8 +100,9 @@ class ComposedSession:
         with self.rig.recorder.call(f"load {layer}", "load", layer=layer) as call:
             ranks = range(self.case.R) if weights.needs_all_experts else [self.rank]
             parts = [self._expert_weights(rank, layer) for rank in ranks]
-            weights.load({name: torch.cat([part[name] for part in parts]) for name in PROJECTIONS})
-            call.put(**{f"local_{name}": weights.local(name) for name in PROJECTIONS})
+            whole = {name: torch.cat([part[name] for part in parts]) for name in PROJECTIONS}
+            weights.load(stored(self.case, whole))
+            call.put(**{f"local_{name}": weights.local(name) for name in weights.names})
         self.layer = layer
 
     def forward(self, step: str, batch: Batch, layer: int = 0, mark: bool = False, **flags: bool) -> Tensor:
@@ -105,7 +127,7 @@ class ComposedSession:
             self.rig.poison(sent.rows[sent.end :])
             self.prefetch(step, sent.plan, self.weights, async_finish=flags.get("async_finish", False))
             if mark:
-                self.weights.slots("down").neg_()
+                negate(self.weights.slots("down"))
             out = self.experts(step, sent, in_place=flags.get("zero_copy", False))
             result = self.combine(step, sent, out, **flags)
             call.put(out=result)
@@ -115,7 +137,8 @@ class ComposedSession:
         """Fill this rank's slots; recorded, since peers may push from the next prefetch on (W4)."""
         with self.rig.recorder.call(step, "poison_slots"):
             for name in self.weights.names:
-                self.rig.poison(self.weights.slots(name))
+                fill = self.rig.poison_scale if name.endswith("_scale") else self.rig.poison
+                fill(self.weights.slots(name))
 
     def dispatch(
         self,
@@ -183,23 +206,69 @@ class ComposedSession:
             call.unchanged(**{f"local_{name}": weights.local(name) for name in weights.names})
 
     def experts(self, step: str, sent: Dispatched, in_place: bool = False) -> Tensor:
-        """Compute all groups with our experts; undefined rows of the result are poisoned.
+        """Compute all groups; undefined rows of the result are poisoned.
 
         Args:
             step: name of the step.
             sent: dispatched rows.
             in_place: write the result over the rows, as zero-copy combine needs it.
         """
-        weights = [self.weights.groups(name) for name in PROJECTIONS]
-        with self.rig.recorder.call(step, "experts") as call:
-            call.put(rows=sent.rows, row_weights=sent.row_weights, cu_seqlens=sent.cu_seqlens)
-            call.keep(**{f"weight_{name}": weight for name, weight in zip(PROJECTIONS, weights, strict=True)})
-            out: Tensor = self._experts(sent.rows, sent.row_weights, sent.cu_seqlens, weights)
-            call.put(out=out)
+        out = self.compute(step, sent.rows, sent.row_weights, sent.cu_seqlens)
         self.rig.poison(out[sent.end :])
         for first, count in sent.plan.zero_fill_ranges.tolist():
             self.rig.poison(out[first : first + count])
         return sent.rows.copy_(out) if in_place else out
+
+    def compute(
+        self, step: str, rows: Tensor, row_weights: Tensor | None, cu_seqlens: Tensor, valid: Tensor | None = None
+    ) -> Tensor:
+        """The recorded call of the experts; ``valid`` says which rows count where no dispatch does."""
+        names = self.weights.names
+        weights = [self.weights.groups(name) for name in names]
+        tensors = {f"weight_{name}": weight for name, weight in zip(names, weights, strict=True)}
+        inputs = {"rows": rows, "row_weights": row_weights, "cu_seqlens": cu_seqlens}
+        with self.rig.recorder.call(step, "experts", decoded=experts.decodes(self.rig.experts, self.case)) as call:
+            call.put(**inputs, valid=valid, **tensors)
+            out: Tensor = self._experts(rows, row_weights, cu_seqlens, weights)
+            call.put(out=out)
+            call.unchanged(**inputs, **tensors)
+        return out
+
+    def compute_alone(self, step: str, number: int, lengths: Sequence[int]) -> Tensor:
+        """The experts on groups of given lengths, without dispatch; the slots hold the experts that come next.
+
+        Args:
+            step: name of the step.
+            number: of the step, so that each has rows of its own.
+            lengths: rows of each group before padding; there are as many rows again as a padding after the last
+                group, all poisoned.
+        """
+        self.load(0)
+        self.fill_slots()
+        pad = self.case.pad
+        counts = torch.tensor(lengths)
+        padded = -(-counts // pad) * pad
+        ends = padded.cumsum(0)
+        place = torch.arange(int(ends[-1]) + pad)
+        group = torch.searchsorted(ends, place, right=True).clamp(max=len(counts) - 1)
+        valid = place < (ends - padded + counts)[group]
+        rows, row_weights = compute_rows(self.case, self.rank, number, len(place))
+        rows[~valid], row_weights[~valid] = 0, 0
+        self.rig.poison(rows[ends[-1] :])
+        return self.compute(step, rows, row_weights, ends.int(), valid)
+
+    def fill_slots(self) -> None:
+        """Put the experts after this rank's own into its slots, without a prefetch."""
+        case, slots = self.case, self.layout.num_slots
+        first = (self.rank + 1) * self.layout.experts_per_rank
+        wanted = [(first + slot) % case.E for slot in range(slots)]
+        owners = {expert // self.layout.experts_per_rank for expert in wanted}
+        whole = {rank: stored(case, self._expert_weights(rank, 0)) for rank in owners}
+        for name in self.weights.names:
+            own = [
+                whole[e // self.layout.experts_per_rank][name][e % self.layout.experts_per_rank] for e in wanted
+            ]
+            self.weights.slots(name).copy_(torch.stack(own))
 
     def combine(self, step: str, sent: Dispatched, rows: Tensor, repeat: int = 0, **flags: bool) -> Tensor:
         """Sum rows back to tokens.
