@@ -73,15 +73,15 @@ def _judge(step: Step, base: Step, relation: Relation, stage: str, taps: list[st
 
 
 def _compare(step: Step, base: Step, op: str, name: str) -> Compared:
-    want, got = base.tap(op, name), step.tap(op, name)
     what = f"{op}.{name} of step {step.name!r} against {base.name!r}:"
+    if op == "experts" and base.has("experts", "valid"):
+        return _compare_valid(step, base, name, what)
+    want, got = base.tap(op, name), step.tap(op, name)
     if op == "dispatch" and name in ("rows", "row_weights"):
         index = np.nonzero(base.in_group)
         inside = tuple(torch.from_numpy(axis) for axis in index)
         place = lambda i: {"rank": int(index[0][i[0]]), "row": int(index[1][i[0]])}  # noqa: E731
         return differ_bits(what, want[inside], got[inside], place)
-    if op == "experts" and base.has("experts", "valid"):
-        return _compare_valid(step, base, name, what)
     if op == "prefetch":
         used = torch.from_numpy(base.copies >= 0)
         if not used.any():

@@ -34,7 +34,7 @@ def block_variance(value: Tensor, rows: int) -> Tensor:
     """Variance of rounding to E4M3 under one scale per ``rows`` x 128 elements of a matrix, shape kept.
 
     The scale is at most the block's largest magnitude / 224 (a power of two that keeps it within E4M3's 448), so
-    the smallest step, that of subnormals, is at most that times 2**-9.
+    the smallest step, that of subnormals, is at most that times 2**-9. Zero stays exact.
 
     Args:
         value: ``[n, K]``; blocks at the edges are smaller.
@@ -44,7 +44,8 @@ def block_variance(value: Tensor, rows: int) -> Tensor:
     blocks = torch.nn.functional.pad(value.abs(), pad).unflatten(1, (-1, _BLOCK)).unflatten(0, (-1, rows))
     floor = blocks.amax(dim=(1, 3), keepdim=True) * (2.0**-9 / 224)
     floor = floor.expand(blocks.shape).flatten(2, 3).flatten(0, 1)[: value.shape[0], : value.shape[1]]
-    return torch.maximum(rounding_variance(value, E4M3_BITS), floor**2 / 12)
+    variance = torch.maximum(rounding_variance(value, E4M3_BITS), floor**2 / 12)
+    return torch.where(value == 0, 0.0, variance)
 
 
 def accumulation_variance(sum_of_squares: Tensor, terms: int) -> Tensor:
