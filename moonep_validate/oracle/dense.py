@@ -39,7 +39,8 @@ def gated_mlp(
         activation: what is between the matrix products.
 
     Returns:
-        Output and error variance, both ``[n, H]``, float64, or float32 if ``exact``.
+        Output and error variance, both ``[n, H]``: float64 (float32 if ``exact`` on a CPU), and the variance
+        float64, or on a GPU float32.
     """
     # Exact data are integers below 2**24 in every sum, so float32 gives the float64 result, in half the time; but
     # a GPU may be set to multiply float32 in fewer bits.
@@ -51,6 +52,9 @@ def gated_mlp(
     y = inner @ down.T
     if exact:
         return y, torch.zeros_like(y)
+    rough = _rough(x.device)
+    x, gate, up, down, g, u, inner, out = (t.to(rough) for t in (x, gate, up, down, g, u, inner, y))
+    gated, gate_slope, linear, up_slope = (t.to(rough) for t in (gated, gate_slope, linear, up_slope))
     variance_g = rounding_variance(g) + _product_variance(x, gate, rounds)
     variance_u = rounding_variance(u) + _product_variance(x, up, rounds)
     variance = (gate_slope * linear) ** 2 * variance_g + (gated * up_slope) ** 2 * variance_u
@@ -59,27 +63,43 @@ def gated_mlp(
         variance += linear**2 * rounding_variance(gated)
     if "weighted_activation" in rounds:
         variance += rounding_variance(inner)  # of the weighted one, whose relative error is of the same size
-    variance = variance @ (down**2).T + _product_variance(inner, down, rounds)
+    variance = _product_variance(inner, down, rounds, variance)
     if "weighted_activation" not in rounds:
-        variance += rounding_variance(y)
+        variance += rounding_variance(out)
     return y, variance
 
 
-def _product_variance(x: Tensor, weight: Tensor, rounds: Sequence[str]) -> Tensor:
-    """Error variance of ``x @ weight.T`` by its sum, and by what the part rounds before it: ``[n, rows]``.
+def _rough(device: torch.device) -> torch.dtype:
+    """The dtype of variances: beside float64 values on a GPU, float32 is enough for a bound, and much faster."""
+    return torch.float64 if device.type == "cpu" else torch.float32
+
+
+def _product_variance(x: Tensor, weight: Tensor, rounds: Sequence[str], variance: Tensor | float = 0.0) -> Tensor:
+    """Error variance of ``x @ weight.T`` by its inputs, its sum, and what is rounded before it: ``[n, rows]``.
 
     Args:
         x: ``[n, K]``.
         weight: ``[rows, K]``.
         rounds: see ``gated_mlp``.
+        variance: ``[n, K]``, what x itself errs by.
     """
-    squares = weight**2
-    variance = accumulation_variance(x**2 @ squares.T, x.shape[1])
+    variance = variance + accumulation_variance(x**2, x.shape[1])
     if "fp8_inputs" in rounds:
-        variance += block_variance(x, 1) @ squares.T
+        variance += block_variance(x, 1)
+    total = _product(variance, weight**2)
     if "fp8_weights" in rounds:
-        variance += x**2 @ block_variance(weight, 128).T
-    return variance
+        total += _product(x**2, block_variance(weight, 128))
+    return total
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right.T`` of terms that are not negative, so that each product is right to the size of its factors.
+
+    Float32 (see ``_rough``) in BF16: that is 3 roundings of at most 2**-8, and the result is made larger by more.
+    """
+    if left.dtype == torch.float64:
+        return left @ right.T
+    return (left.bfloat16() @ right.bfloat16().T).float() * (1 + 2.0**-6)
 
 
 def expert_rows(
@@ -99,16 +119,18 @@ def expert_rows(
         exact, rounds, activation: see ``gated_mlp``.
 
     Returns:
-        Output and error variance, both float64 ``[n, H]``.
+        Output float64 and error variance, both ``[n, H]``; see ``gated_mlp``.
     """
     y, variance = gated_mlp(x, weights, exact, rounds, activation)
     scale = route_weights.to(y.dtype)[:, None]
     if exact:
         return (scale * y).double(), variance.double()
-    variance = variance * scale**2 + rounding_variance(scale * y)
+    out = scale * y
+    factor = scale.to(variance.dtype)
+    variance = variance * factor**2 + rounding_variance(out.to(variance.dtype))
     if "route_weight" in rounds:
-        variance += y**2 * rounding_variance(scale)
-    return scale * y, variance
+        variance += y.to(variance.dtype) ** 2 * rounding_variance(factor)
+    return out, variance
 
 
 def grouped_rows(
@@ -139,7 +161,7 @@ def grouped_rows(
         result = expert_rows(x[rows], mine, route_weights[rows], exact, rounds, activation)
         out[rows] = result[0]
         if not exact:
-            variance[rows] = result[1]
+            variance[rows] = result[1].double()
     return out, variance
 
 
