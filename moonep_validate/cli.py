@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from moonep_validate import __version__
+from moonep_validate import __version__, commands_formats
 from moonep_validate.case import VOCABULARY, Case, CaseError, Spec
 from moonep_validate.profiles import PROFILES, default_profile, for_generations, profile
 
@@ -413,6 +413,10 @@ def cases(
                 _out.print(f"  {word.usage:16} {word.summary}", highlight=False)
     _out.print(f"[bold]profile {profile_name}[/bold]")
     _out.print("\n".join(f"  {line}" for line in lines), highlight=False, soft_wrap=True)
+
+
+app.command()(commands_formats.checkpoint)
+app.command()(commands_formats.memory)
 
 
 @app.command()

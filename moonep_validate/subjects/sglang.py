@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -281,6 +281,7 @@ def _dispatcher_source() -> Path:
     return source
 
 
+@cache  # torch registers a name once in a process
 def _declare_torchvision() -> tuple[str, ...]:
     """Declare two operators that torchvision's Python code needs, if its library cannot be loaded here.
 

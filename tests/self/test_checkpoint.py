@@ -1,0 +1,373 @@
+"""Checkpoints: what we write is the released format, what is damaged is found by name, what is none gets one error."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moonep_validate import checkpoint
+from moonep_validate.checkpoint import CheckpointError, Finding, inspect, read_config
+from moonep_validate.formats import FormatError, identity
+from moonep_validate.formats.kimi_k3 import ExpertTensor, Geometry, write_checkpoint
+
+Cli = Callable[..., tuple[int, str, str]]
+GEOMETRY = Geometry().scaled(16, hidden=64, num_experts=12, top_k=3, moe_layers=2, shared_experts=0)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("k3"), GEOMETRY, identity.source(GEOMETRY), shards=3)
+
+
+@pytest.fixture
+def folder(written: Path, tmp_path: Path) -> Path:
+    """A copy that may be damaged."""
+    return Path(shutil.copytree(written, tmp_path / "k3"))
+
+
+def name(layer: int, expert: int, matrix: str, part: str = "weight_packed") -> str:
+    return ExpertTensor(layer, expert, matrix, part).name()
+
+
+def change(folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
+    """Edit the tensors of all shards, each in its own file; new names go to the first shard and into the index."""
+    index = json.loads((folder / checkpoint.INDEX).read_text())
+    files = {path: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+    everything = {key: tensor for tensors in files.values() for key, tensor in tensors.items()}
+    home = {key: path for path, tensors in files.items() for key in tensors}
+    edit(everything)
+    first = next(iter(files))
+    for path in files:
+        save_file({key: value for key, value in everything.items() if home.get(key, first) == path}, path)
+    index["weight_map"] = {key: home.get(key, first).name for key in everything}
+    (folder / checkpoint.INDEX).write_text(json.dumps(index))
+
+
+def found(folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> list[Finding]:
+    change(folder, edit)
+    return inspect(folder).findings
+
+
+def test_names_shapes_and_bytes_are_those_of_the_release(written: Path) -> None:
+    """The released sizes for one expert, and ours at a sixteenth."""
+    whole = Geometry()
+    tensor = ExpertTensor(92, 895, "w2", "weight_scale")
+    assert tensor.name() == "language_model.model.layers.92.block_sparse_moe.experts.895.w2.weight_scale"
+    released = {
+        "w1": ((3072, 1792), (3072, 112)),
+        "w3": ((3072, 1792), (3072, 112)),
+        "w2": ((3584, 1536), (3584, 96)),
+    }
+    for matrix, shapes in released.items():
+        assert (
+            tuple(whole.shape(ExpertTensor(1, 0, matrix, part)) for part in ("weight_packed", "weight_scale"))
+            == shapes
+        )
+    assert list(whole.layers) == list(range(1, 93))
+    files = sorted(written.glob("*.safetensors"))
+    assert files[0].name == "model-00001-of-00003.safetensors"
+    headers, findings = checkpoint.read_headers(written)
+    assert findings == []
+    assert (headers[name(1, 11, "w2")].dtype, headers[name(1, 11, "w2")].shape) == ("U8", (224, 96))
+    assert headers[name(2, 0, "w1", "weight_scale")].shape == (192, 7)
+    assert headers["language_model.model.layers.2.block_sparse_moe.gate.weight"].dtype == "BF16"
+    assert headers["language_model.model.layers.1.block_sparse_moe.gate.e_score_correction_bias"].dtype == "F32"
+    config = json.loads((written / "config.json").read_text())["text_config"]
+    assert config["quantization_config"]["format"] == "mxfp4-pack-quantized"
+    assert (config["routed_expert_hidden_size"], config["num_hidden_layers"]) == (224, 3)
+
+
+def test_what_iswritten_is_read_again(written: Path) -> None:
+    assert read_config(written) == Geometry(64, 224, 192, 12, 3, 2, 1, 0)
+    seen = 0
+    for path in written.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118
+                if parsed := ExpertTensor.parse(key):
+                    tensor = parsed[0]
+                    packed, scale = identity.weights(
+                        *GEOMETRY.matrix(tensor.matrix), tensor.layer, tensor.expert, tensor.matrix
+                    )
+                    assert torch.equal(opened.get_tensor(key), packed if tensor.part == "weight_packed" else scale)
+                    seen += 1
+    assert seen == 2 * 12 * 6
+
+
+def test_a_clean_checkpoint_has_no_findings_and_known_bytes(written: Path) -> None:
+    told: list[str] = []
+    report = inspect(written, progress=told.append)
+    assert report.findings == []
+    assert sorted(told) == sorted(report.experts.values())
+    one = 3 * 224 * 192 * 17 // 32
+    assert report.rank_bytes(4) == [2 * 3 * one] * 4
+    assert sum(report.rank_bytes(1)) == 24 * one
+    with pytest.raises(FormatError, match="--ep 5 does not divide the 12 experts"):
+        report.rank_bytes(5)
+
+
+def test_memory_is_one_piece_at_a_time(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(checkpoint, "PIECE", 1000)
+    pieces = checkpoint._pieces
+
+    def noted(data: Any) -> Any:
+        for piece in pieces(data):
+            sizes.append(piece.nbytes)
+            yield piece
+
+    monkeypatch.setattr(checkpoint, "_pieces", noted)
+    assert inspect(written).findings == []
+    assert max(sizes) <= 1000
+    assert sum(sizes) == 24 * 3 * 224 * 192 * 17 // 32
+
+
+@pytest.mark.parametrize("piece", [600, 4 * 2**20])
+def test_nan_scales_are_named_with_their_place(folder: Path, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "PIECE", piece)
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        tensors[name(2, 7, "w3", "weight_scale")][150, 3] = 255
+        tensors[name(2, 7, "w3", "weight_scale")][191, 6] = 255
+        tensors[name(2, 7, "w1")][0, 0] = 255  # a code byte may be anything
+
+    assert found(folder, edit) == [
+        Finding("Y7", f"{name(2, 7, 'w3', 'weight_scale')}[150, 3]", "scale byte 0xFF (NaN); 2 of its bytes are")
+    ]
+
+
+def test_zero_constant_and_equal_experts_are_found(folder: Path) -> None:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        tensors[name(1, 2, "w2")].fill_(0x80)  # zeros of both signs
+        tensors[name(1, 3, "w1")].fill_(0x21)
+        tensors[name(1, 3, "w1", "weight_scale")].fill_(126)
+        tensors[name(1, 4, "w1")].fill_(0x21)  # constant codes, but scales differ: plausible
+        for key in ("w1", "w2", "w3"):
+            for part in ("weight_packed", "weight_scale"):
+                tensors[name(2, 9, key, part)] = tensors[name(1, 5, key, part)].clone()
+        tensors[name(2, 1, "w3")] = tensors[name(2, 1, "w1")].clone()
+
+    assert found(folder, edit) == [
+        Finding("Y12", "layer 1, expert 2, w2 (down)", "every value is zero"),
+        Finding("Y12", "layer 1, expert 3, w1 (gate)", "every code byte is 33 and every scale byte 126"),
+        Finding("Y12", "layer 2, expert 1", "w1 (gate) and w3 (up) have the same code bytes"),
+        Finding("Y12", "layer 2, expert 9", "all its bytes are those of layer 1, expert 5"),
+    ]
+
+
+def test_missing_and_extra_experts_are_found(folder: Path) -> None:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        for expert in (3, 4, 5, 11):
+            for key in [key for key in tensors if f"layers.2.block_sparse_moe.experts.{expert}." in key]:
+                del tensors[key]
+        del tensors[name(1, 6, "w1", "weight_scale")]
+        del tensors[name(1, 6, "w2")]
+        tensors[name(1, 12, "w1")] = torch.arange(192 * 112).to(torch.uint8).reshape(192, 112)
+        tensors[name(0, 0, "w1")] = torch.arange(192 * 112).to(torch.uint8).reshape(192, 112) + 1
+
+    assert found(folder, edit) == [
+        Finding("Y10", "layer 2", "experts 3-5, 11 are missing; the config says 12"),
+        Finding("Y10", "layer 1, expert 6", "has no w1.weight_scale, w2.weight_packed"),
+        Finding("Y10", "layer 0", "expert 0 is too many; the config has 12 experts in layers 1 to 2"),
+        Finding("Y10", "layer 1", "expert 12 is too many; the config has 12 experts in layers 1 to 2"),
+    ]
+
+
+def test_shapes_and_dtypes_are_held_against_the_config(folder: Path) -> None:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        for key in (name(1, 0, "w2"), name(1, 0, "w2", "weight_scale")):
+            tensors[key] = tensors[key].T.contiguous()
+        tensors[name(1, 1, "w1", "weight_scale")] = tensors[name(1, 1, "w1", "weight_scale")].float()
+        tensors[name(1, 2, "w3", "weight_scale")] = tensors[name(1, 2, "w3", "weight_scale")].view(
+            torch.float8_e8m0fnu
+        )
+        tensors[name(1, 3, "w3")] = tensors[name(1, 3, "w3")][:, :104].contiguous()
+
+    by_name = {finding.where: (finding.id, finding.message) for finding in found(folder, edit)}
+    assert by_name == {
+        name(1, 0, "w2"): (
+            "Y11",
+            "shape is [96, 224], the config's w2 [224, 192] needs [224, 96]; this is its transpose",
+        ),
+        name(1, 0, "w2", "weight_scale"): (
+            "Y11",
+            "shape is [6, 224], the config's w2 [224, 192] needs [224, 6]; this is its transpose",
+        ),
+        name(1, 1, "w1", "weight_scale"): (
+            "Y11",
+            "dtype is F32, expected U8; loaders round a scale that is no power of two",
+        ),
+        name(1, 3, "w3"): ("Y11", "shape is [192, 104], the config's w3 [192, 224] needs [192, 112]"),
+    }
+
+
+def test_the_index_is_held_against_the_files(folder: Path) -> None:
+    path = folder / checkpoint.INDEX
+    index = json.loads(path.read_text())
+    file = index["weight_map"].pop(name(1, 0, "w1"))
+    index["weight_map"]["lm_head.weight"] = file
+    path.write_text(json.dumps(index))
+    assert inspect(folder).findings == [
+        Finding("Y10", "lm_head.weight", f"is in the index but not in {file}"),
+        Finding("Y10", name(1, 0, "w1"), f"is in {file} but not in the index, so loaders skip it"),
+    ]
+
+
+def test_a_name_in_two_files_is_found_and_no_index_is_needed(folder: Path) -> None:
+    (folder / checkpoint.INDEX).unlink()
+    assert inspect(folder).findings == []
+    again = load_file(folder / "model-00001-of-00003.safetensors")
+    save_file({name(1, 0, "w1"): again[name(1, 0, "w1")]}, folder / "model-extra.safetensors")
+    where = "is in model-00001-of-00003.safetensors and again in model-extra.safetensors"
+    assert inspect(folder).findings == [Finding("Y10", name(1, 0, "w1"), where)]
+
+
+def rewrite(folder: Path, edit: Callable[[Any], Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    edit(config["text_config"])
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def cut(folder: Path) -> None:
+    path = folder / "model-00002-of-00003.safetensors"
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def garbage(folder: Path) -> None:
+    (folder / "model-00002-of-00003.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+
+
+def empty(folder: Path) -> None:
+    for path in [folder / checkpoint.INDEX, *folder.glob("*.safetensors")]:
+        path.unlink()
+
+
+def only_others(folder: Path) -> None:
+    empty(folder)
+    save_file({"lm_head.weight": torch.zeros(2, 3)}, folder / "model.safetensors")
+
+
+BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no folder": (shutil.rmtree, "is not a folder"),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json is not there: no checkpoint is here"),
+    "config no JSON": (
+        lambda f: (f / "config.json").write_text("{"),
+        "config.json is not JSON: Expecting property name",
+    ),
+    "config a list": (lambda f: (f / "config.json").write_text("[1]"), "config.json is no JSON object"),
+    "config no text": (
+        lambda f: (f / "config.json").write_bytes(b"\xff\xfe"),
+        "config.json is not JSON: 'utf-8' codec",
+    ),
+    "text_config no object": (
+        lambda f: (f / "config.json").write_text('{"text_config": 3}'),
+        "text_config is no object",
+    ),
+    "key missing": (lambda f: rewrite(f, lambda t: t.pop("num_experts")), "num_experts is None; a whole number"),
+    "key of another type": (lambda f: rewrite(f, lambda t: t.update(hidden_size="64")), "hidden_size is '64'"),
+    "size impossible": (
+        lambda f: rewrite(f, lambda t: t.update(moe_intermediate_size=100)),
+        "intermediate is 100, no mul",
+    ),
+    "no dense layers left": (lambda f: rewrite(f, lambda t: t.update(num_hidden_layers=1)), "moe_layers is 0"),
+    "not quantised": (lambda f: rewrite(f, lambda t: t.pop("quantization_config")), "no quantization_config"),
+    "another format": (
+        lambda f: rewrite(f, lambda t: t["quantization_config"].update(format="nvfp4-pack-quantized")),
+        "quantization format is 'nvfp4-pack-quantized'; only mxfp4-pack-quantized",
+    ),
+    "sparse MoE layers": (lambda f: rewrite(f, lambda t: t.update(moe_layer_freq=2)), "moe_layer_freq is 2"),
+    "shard missing": (
+        lambda f: (f / "model-00003-of-00003.safetensors").unlink(),
+        "names model-00003-of-00003.safetensors, which is not there",
+    ),
+    "shard cut short": (cut, "is damaged or cut short"),
+    "shard a pointer file": (garbage, "(43 bytes) is damaged or cut short"),
+    "index no JSON": (lambda f: (f / checkpoint.INDEX).write_text("weight_map"), "index.json is not JSON"),
+    "index without map": (lambda f: (f / checkpoint.INDEX).write_text('{"weight_map": []}'), "no weight_map"),
+    "no files": (
+        empty,
+        "holds no safetensors file and no model.safetensors.index.json",
+    ),
+    "no experts": (only_others, "none of its 1 tensors is a routed expert"),
+}
+
+
+@pytest.mark.parametrize("why", BROKEN)
+def test_what_cannot_be_read_is_one_usage_error(why: str, folder: Path, cli: Cli) -> None:
+    damage, words = BROKEN[why]
+    damage(folder)
+    with pytest.raises(CheckpointError) as raised:
+        inspect(folder)
+    assert words in str(raised.value)
+    assert str(folder) in str(raised.value)
+    code, out, err = cli("checkpoint", str(folder))
+    assert (code, out) == (4, "")
+    assert err.count("moonep-validate: ") == 1
+    assert words in err.replace("\n", " ")
+
+
+def test_command_on_clean_and_damaged(folder: Path, cli: Cli) -> None:
+    code, out, _ = cli("checkpoint", str(folder), "--ep", "3")
+    assert code == 0
+    assert "routed experts: 144 tensors, 1.6 MB (1.6 MiB); the config says 12 experts in 2 layers" in out
+    assert out.count("548352 bytes of routed experts") == 3
+    assert out.endswith("no findings\n")
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        for expert in range(12):
+            tensors[name(1, expert, "w2", "weight_scale")][expert, 5] = 255
+            tensors[name(2, expert, "w1")].zero_()
+
+    change(folder, edit)
+    code, out, _ = cli("checkpoint", str(folder))
+    assert code == 1
+    assert f"Y7 {name(1, 11, 'w2', 'weight_scale')}[11, 5]: scale byte 0xFF (NaN); 1 of its bytes are" in out
+    assert "... and 4 more; --json has all" in out
+    assert out.endswith("24 findings: 12 of Y12, 12 of Y7\n")
+    code, out, _ = cli("checkpoint", str(folder), "--json", "--ep", "2")
+    value = json.loads(out)
+    assert (code, len(value["findings"]), value["ep"]) == (1, 24, 2)
+    assert value["expert_bytes_per_rank"] == [value["expert_bytes"] // 2] * 2
+    code, out, _ = cli("checkpoint", str(folder), "--headers-only")
+    assert code == 0  # the data is not read, and the output says so
+    assert "data not read (--headers-only)" in out
+
+
+def test_an_ep_size_that_does_not_divide_is_a_usage_error(written: Path, cli: Cli) -> None:
+    code, _, err = cli("checkpoint", str(written), "--ep", "5")
+    assert code == 4
+    assert "--ep 5 does not divide the 12 experts" in err
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"factor": 5}, "factor 5 does not divide hidden 7168"),
+        ({"factor": 64}, "latent is 56, no multiple of the MXFP4 block of 32"),
+        ({"factor": 16, "num_experts": 4}, "top_k is 16, but there are 4 experts"),
+        ({"factor": 16, "moe_layers": 0}, "moe_layers is 0; it is a number from 1 on"),
+    ],
+)
+def test_impossible_geometries_are_refused(sizes: dict[str, int], words: str) -> None:
+    with pytest.raises(FormatError, match=words):
+        Geometry().scaled(**sizes)
+
+
+def test_names_of_other_tensors_are_no_experts() -> None:
+    good = name(1, 3, "w1")
+    assert ExpertTensor.parse(good) == (ExpertTensor(1, 3, "w1", "weight_packed"), "language_model.model")
+    for bad in (
+        good + ".x",
+        good.replace("w1", "w4"),
+        good.replace("experts.3", "experts.x"),
+        "shared_experts.w1",
+    ):
+        assert ExpertTensor.parse(bad) is None
