@@ -99,6 +99,10 @@ VOCABULARY: dict[str, Word] = {
     "two_poisons": Word("scenario", "two_poisons", "two passes with different poisons must agree bit for bit"),
     "marked_slots": Word("scenario", "marked_slots", "slots change sign after prefetch; their rows must follow"),
     "variants": Word("scenario", "variants", "repeat, async, zero-copy, replays: each equals the base step"),
+    "nemesis": Word(
+        "scenario", "nemesis:SEED", "batches in flight on two Buffers, launched and delayed as SEED says", (int,)
+    ),
+    "graph": Word("scenario", "graph", "CUDA graphs: captured replays give what eager calls give"),
     "combine_only": Word("scenario", "combine_only", "combine of injected rows, on copies and on a view"),
     "dispatch_only": Word("scenario", "dispatch_only", "dispatch of random bit patterns, NaN payloads among them"),
     "packed": Word("scenario", "packed", "prefetch of uint8 weights with scales"),

@@ -23,10 +23,11 @@ from moonep_validate.experts import DEFAULT
 from moonep_validate.experts import probe as probe_experts
 from moonep_validate.facts import Step, steps_of
 from moonep_validate.faults import Seams, parse_fault
+from moonep_validate.keep import Keep
 from moonep_validate.measures import measures
 from moonep_validate.provenance import describe
 from moonep_validate.rig import Rig
-from moonep_validate.scenarios import SCENARIOS
+from moonep_validate.scenarios import NEEDS_GPU, SCENARIOS
 from moonep_validate.subjects import REFERENCE, Subject, engines, module_subject, subject_with_experts
 from moonep_validate.subjects.probe import probe
 from moonep_validate.trace import Call, Part, Recorder, Relation, Trace, described
@@ -66,6 +67,7 @@ class Job:
         deadline: seconds that a rank may run without a sign of life.
         experts: who computes the expert rows around a Buffer, see ``experts.find``.
         experts_part: what that is, or None where it cannot run.
+        keep: how much of each tensor is recorded, see keep.py.
         waivers: a file of known defects; None is what ships with the suite, an empty text is none.
         options: the command-line options beside ``--case`` and ``--fault`` that lead to this job.
     """
@@ -84,13 +86,15 @@ class Job:
     deadline: float = 30.0
     experts: str = DEFAULT
     experts_part: Part | None = None
+    keep: str = "full"
     waivers: str | None = None
     options: str = ""
 
     @property
     def reproducer(self) -> str:
         """The command-line options that differ from the defaults."""
-        return " ".join([self.options, *(f"--fault {fault}" for fault in self.faults)]).strip()
+        record = [f"--record {self.keep}"] if self.keep != "full" else []
+        return " ".join([self.options, *record, *(f"--fault {fault}" for fault in self.faults)]).strip()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -132,6 +136,7 @@ def make_job(
     device: str | None = None,
     waivers: str | None = None,
     experts: str = DEFAULT,
+    keep: str = "full",
 ) -> Job:
     """A job from command-line text; asks a module or an engine what it is.
 
@@ -266,6 +271,7 @@ def open_trace(job: Job, case: Case) -> Trace:
         proves=subject.proves,
         leaves_open=subject.leaves_open,
         reproducer=job.reproducer,
+        keep=job.keep,
     )
 
 
@@ -276,7 +282,7 @@ def record(job: Job, case: Case) -> Trace:
     """
     trace, subject = open_trace(job, case), subject_of(job)
     trace.calls = [[] for _ in range(case.R)]
-    if reason := subject.supports(case):
+    if reason := subject.supports(case) or _needs_gpu(job, case):
         trace.not_run = reason
     elif subject.world == "threads":
         _record_in_threads(job, case, trace)
@@ -285,16 +291,24 @@ def record(job: Job, case: Case) -> Trace:
     return trace
 
 
+def _needs_gpu(job: Job, case: Case) -> str | None:
+    missing = case.scenario.name in NEEDS_GPU and job.device != "cuda"
+    return f"the scenario {case.scenario} needs GPUs; see --device cuda" if missing else None
+
+
 def rank_main(job: Job, case: Case, comm: Comm, recorder: Recorder) -> list[Relation]:
     """The only function that runs on a rank; returns the relations that the scenario promises."""
     seams = Seams(job.faults, comm.rank)
     rig = Rig(case, comm, recorder, seams, subject_of(job).open, experts=job.experts)
-    SCENARIOS[case.scenario.name](rig)
+    try:
+        SCENARIOS[case.scenario.name](rig)
+    finally:
+        recorder.settle()
     return rig.relations
 
 
 def _record_in_threads(job: Job, case: Case, trace: Trace) -> None:
-    recorders = [Recorder() for _ in range(case.R)]
+    recorders = [Recorder(policy=Keep.parse(job.keep)) for _ in range(case.R)]
     relations: list[list[Relation]] = [[] for _ in range(case.R)]
 
     def on_rank(comm: Comm) -> None:

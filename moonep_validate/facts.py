@@ -29,6 +29,10 @@ class Absent(Missing):
     """A tap of an operation that no rank called in this step: what needs it does not apply."""
 
 
+class Undecided(LookupError):
+    """The trace does not show whether the promise was kept: the answer is unknown, and no pass."""
+
+
 class Step:
     """One call group over all ranks.
 

@@ -155,11 +155,11 @@ def _real_route_weights(case: Case, rank: int) -> Tensor:
     return weights / weights.sum(dim=1, keepdim=True)
 
 
-def shifted(case: Case, rank: int) -> Batch:
-    """Other tokens with another routing: each id is the next expert's, hidden columns but the first are rolled."""
+def shifted(case: Case, rank: int, by: int = 1) -> Batch:
+    """Other tokens with another routing: ids, and hidden columns but the first, are ``by`` places further."""
     tokens = batch(case, rank)
-    ids = ((tokens.topk_ids + 1) % case.E).to(torch.int32)
-    hidden = torch.cat([tokens.hidden[:, :1], tokens.hidden[:, 1:].roll(1, dims=1)], dim=1)  # see ``ints``
+    ids = ((tokens.topk_ids + by) % case.E).to(torch.int32)
+    hidden = torch.cat([tokens.hidden[:, :1], tokens.hidden[:, 1:].roll(by, dims=1)], dim=1)  # see ``ints``
     return Batch(hidden, ids, tokens.topk_weights, tokens.tokens)
 
 

@@ -12,7 +12,7 @@ also has four small entries, so that logits need more bits than BF16 has.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -52,6 +52,12 @@ class ModelWeights:
     norm: Tensor
     up: Tensor
     shared: tuple[Tensor, Tensor, Tensor]
+
+    def to(self, device: torch.device) -> ModelWeights:
+        """The same on a device."""
+        gate, up, down = (tensor.to(device) for tensor in self.shared)
+        named = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **named, shared=(gate, up, down))
 
 
 def model_width(case: Case) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 from moonep_validate.case import Case
 from moonep_validate.faults import Seams
 from moonep_validate.problem import Batch, batch, expert_weights
+from moonep_validate.reference.moves import rows_of
 from moonep_validate.trace import Recorder, Relation
 from moonep_validate.transforms import Weights, transformed_weights
 from moonep_validate.worlds.comm import Comm
@@ -35,12 +36,14 @@ class Dispatched:
         row_weights: ``[NvS]``, or None.
         cu_seqlens: ``[G]``; of a replay, that of the dispatch which made the plan.
         plan: the subject's plan object.
+        generation: of rows that are a view: the lease that they are promised, where the Buffer stamps leases.
     """
 
     rows: Tensor
     row_weights: Tensor | None
     cu_seqlens: Tensor
     plan: Any
+    generation: int | None = None
 
     @property
     def end(self) -> int:
@@ -99,6 +102,12 @@ class Rig:
         """This rank's tokens; as many as the case says, unless ``tokens`` says otherwise."""
         return batch(self.case, self.comm.rank, tokens)
 
+    def here(self, tokens: Batch) -> Batch:
+        """A batch on the device of this rank."""
+        here = self.comm.device
+        hidden, ids, weights = (t.to(here) for t in (tokens.hidden, tokens.topk_ids, tokens.topk_weights))
+        return replace(tokens, hidden=hidden, topk_ids=ids, topk_weights=weights)
+
     def layer(self, weights: Weights) -> int:
         """The number of a layer with transformed weights; above those of the case's own layers."""
         number = _FIRST_OF_OTHERS + len(self.layers)
@@ -118,6 +127,11 @@ class Rig:
     def poison_scale(self, scale: Tensor) -> None:
         """Fill undefined E8M0 scales: they do have a NaN, and a large number is like any other byte."""
         scale.fill_(_NAN_SCALE if self.poison_value != self.poison_value else _BYTE_POISON)
+
+    def poison_padding(self, rows: Tensor, end: int, ranges: Tensor) -> None:
+        """Fill rows after the last group, and the padding rows of ``zero_fill_ranges``."""
+        self.poison(rows[end:])
+        rows.index_fill_(0, rows_of(ranges).to(rows.device), self.poison_value)
 
     def promise(
         self,

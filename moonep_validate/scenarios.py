@@ -5,7 +5,7 @@ Each variant step differs from the base step in exactly one thing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from moonep_validate.problem import (
     PROJECTIONS,
+    Batch,
     gradients,
     injected_rows,
     odd_ids,
@@ -21,6 +22,7 @@ from moonep_validate.problem import (
     shifted,
 )
 from moonep_validate.rig import Dispatched, Rig
+from moonep_validate.schedule import Flight, flights, interleaving
 from moonep_validate.transforms import (
     every_other,
     first_expert,
@@ -36,6 +38,9 @@ from moonep_validate.transforms import (
     taken,
 )
 
+_BATCHES = 3
+_CAPTURED = ("dispatch.rows", "dispatch.row_weights", "combine.hidden", "combine.topk_weights")
+_FLOWN = ("dispatch.rows", "dispatch.dst", "prefetch.slot_gate", "experts.out", "combine.hidden")
 _ROWS = ("dispatch.rows", "dispatch.row_weights", "dispatch.dst", "dispatch.cu_seqlens")
 _LAYER = ("dispatch.rows", "prefetch.slot_gate", "combine.hidden", "layer.out")
 _WHOLE = (*_ROWS, "prefetch.slot_gate", "combine.hidden", "combine.topk_weights", "layer.out")
@@ -106,10 +111,8 @@ def combine_only(rig: Rig) -> None:
 
 
 def _injected(rig: Rig, sent: Dispatched) -> torch.Tensor:
-    rows = injected_rows(rig.case, rig.comm.rank, len(sent.rows))
-    rig.poison(rows[sent.end :])
-    for first, count in sent.plan.zero_fill_ranges.tolist():
-        rig.poison(rows[first : first + count])
+    rows = injected_rows(rig.case, rig.comm.rank, len(sent.rows)).to(rig.comm.device)
+    rig.poison_padding(rows, sent.end, sent.plan.zero_fill_ranges)
     return rows
 
 
@@ -170,7 +173,7 @@ def grads(rig: Rig) -> None:
 
 def life(rig: Rig) -> None:
     """Recreate, two Buffers alive, two layers on the same slots, destroy twice, use after destroy."""
-    batch = rig.batch()
+    batch = rig.here(rig.batch())
     with rig.open() as session:
         session.forward("base", batch)
         session.forward("other_layer", batch, layer=1)
@@ -193,9 +196,79 @@ def life(rig: Rig) -> None:
         rig.promise("V7", "recreated", "base", *_WHOLE)
 
 
+def nemesis(rig: Rig) -> None:
+    """Several batches in flight on two Buffers, launched and delayed as the seed says: same bits as one by one."""
+    seed = int(rig.case.scenario.args[0])
+    rank, travels = rig.comm.rank, flights(_BATCHES, 2, seed)
+    batches = [rig.batch(), shifted(rig.case, rank), shifted(rig.case, rank, 2)]
+    with rig.open() as first, rig.open() as second:
+        sessions = [(first, second)[flight.buffer] for flight in travels]
+        for session in (first, second):
+            session.load(0)
+        for number, (session, batch) in enumerate(zip(sessions, batches, strict=True)):
+            _fly(rig, session, f"alone_{number}", batch, Flight(0, False, False))
+        rig.comm.disturb(seed)
+        order = rig.seams.around("schedule", interleaving)(travels, seed)
+        flying: dict[int, Iterator[None]] = {}
+        for _, number in order:
+            if number not in flying:
+                step = f"batch_{number}"
+                flying[number] = _ops(rig, sessions[number], step, batches[number], travels[number])
+                rig.promise("V19", step, f"alone_{number}", *_FLOWN)
+            next(flying[number])
+            rig.comm.pause("launch")
+
+
+def graph(rig: Rig) -> None:
+    """CUDA graphs: a captured replay, with other tokens and after other work, gives what eager calls give."""
+    batch, elsewhere = rig.batch(), shifted(rig.case, rig.comm.rank)
+    other = replace(elsewhere, topk_ids=batch.topk_ids)  # a graph has the routing of its plan
+    with rig.open() as session:
+        session.load(0)
+        sent = session.dispatch("eager", batch)
+        _after_dispatch(rig, session, "eager", sent)
+        _after_dispatch(rig, session, "eager_other", session.dispatch("eager_other", other, replay=sent))
+        captured = session.capture("capture", sent)
+        captured.launch("graph", batch)
+        rig.promise("V20", "graph", "eager", *_CAPTURED)
+        session.forward("between", elsewhere)
+        captured.launch("graph_other", other)
+        rig.promise("V20", "graph_other", "eager_other", *_CAPTURED)
+        with rig.open() as second:
+            second.forward("grown", batch)
+            captured.launch("graph_again", batch)
+            rig.promise("V20", "graph_again", "eager", *_CAPTURED)
+        session.refuses("captured", "planning while a CUDA graph is captured", session.planning_in_capture(batch))
+
+
+def _after_dispatch(rig: Rig, session: Any, step: str, sent: Dispatched) -> None:
+    rig.poison(sent.rows[sent.end :])
+    session.prefetch(step, sent.plan, session.weights)
+    session.combine(step, sent, session.experts(step, sent))
+
+
+def _fly(rig: Rig, session: Any, step: str, batch: Batch, flight: Flight) -> None:
+    for _ in _ops(rig, session, step, batch, flight):
+        pass
+
+
+def _ops(rig: Rig, session: Any, step: str, batch: Batch, flight: Flight) -> Iterator[None]:
+    """The operations of one batch, one at a time (schedule.OPS)."""
+    flags = {"zero_copy": flight.zero_copy, "async_finish": flight.asynchronous}
+    sent = session.dispatch(step, batch, **flags)
+    rig.poison(sent.rows[sent.end :])
+    yield
+    session.prefetch(step, sent.plan, session.weights, async_finish=flight.asynchronous)
+    yield
+    out = session.experts(step, sent, in_place=flight.zero_copy)
+    yield
+    session.combine(step, sent, out, **flags)
+    yield
+
+
 def refusals(rig: Rig) -> None:
     """Bad input that every build must refuse with an exception; every rank makes the same call."""
-    t = rig.batch()
+    t = rig.here(rig.batch())
     with rig.open() as session:
         sent = session.dispatch("base", t)
         short, wide = sent.rows[:-1], t.hidden.float()
@@ -220,7 +293,7 @@ def refusals(rig: Rig) -> None:
 
 def destructive(rig: Rig) -> None:
     """Bad input that upstream does not check: it may trap, hang or end the process; ours refuses."""
-    t = rig.batch()
+    t = rig.here(rig.batch())
     ids, experts = t.topk_ids, rig.case.E
     counts = ids.flatten().bincount(minlength=experts).int()
     calls: dict[str, Callable[[Any], object]] = {
@@ -352,6 +425,8 @@ SCENARIOS: dict[str, Callable[[Rig], None]] = {
         two_poisons,
         marked_slots,
         variants,
+        nemesis,
+        graph,
         combine_only,
         dispatch_only,
         packed,
@@ -373,9 +448,11 @@ SCENARIOS: dict[str, Callable[[Rig], None]] = {
     )
 }
 
-#: Scenarios that call a Buffer stage by stage, and scenarios that need an engine around it.
+#: Scenarios that call a Buffer stage by stage, that need a GPU, and that need an engine around a Buffer.
 NEEDS_BUFFER = (
     "variants",
+    "nemesis",
+    "graph",
     "combine_only",
     "dispatch_only",
     "packed",
@@ -386,4 +463,5 @@ NEEDS_BUFFER = (
     "destructive",
     "slot_counts",
 )
+NEEDS_GPU = ("graph",)
 NEEDS_ENGINE = ("invalid_ids", "abort", "reload", "answers")

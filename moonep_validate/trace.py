@@ -22,11 +22,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from moonep_validate.case import Case
+from moonep_validate.keep import Keep
 from moonep_validate.worlds.comm import Abandoned, PeerFailed
 
-FORMAT = 2
+FORMAT = 3
 _KEY = "moonep_validate"
-_TEXTS = ("proves", "leaves_open", "not_run", "reproducer")
+_TEXTS = ("proves", "leaves_open", "not_run", "reproducer", "keep")
+_FULL = Keep()
 
 
 class TraceError(ValueError):
@@ -108,11 +110,13 @@ class Call:
         op: ``open``, ``construct``, ``load``, ``poison_slots``, ``dispatch``, ``prefetch``, ``experts``,
             ``combine``, ``layer``, ``reduce``, ``refusal``, ``close`` or ``buffers``; with the model k3 also
             ``router``, ``latent``, ``norm``, ``shared`` and ``output``.
-        tensors: copies of inputs and outputs, on the CPU.
+        tensors: what is kept of inputs and outputs; copies, on their device until ``settle``.
         info: JSON data.
         error: ``{"type", "message", "where", "peer"}`` if the call raised; ``peer`` says that it only stopped
             because of another rank.
         done: whether it returned or raised; a call that did neither is where a rank hung.
+        policy: how much of a tensor is kept.
+        later: what waits for the device.
     """
 
     step: str
@@ -121,17 +125,26 @@ class Call:
     info: dict[str, Any] = field(default_factory=dict)
     error: dict[str, Any] | None = None
     done: bool = False
+    policy: Keep = _FULL
+    later: list[Callable[[], None]] = field(default_factory=list)
 
     def put(self, **tensors: Tensor | None) -> None:
-        """Keep a copy of each tensor that is not None."""
+        """Keep a copy of each tensor that is not None, made in the order of the current stream."""
         for name, tensor in tensors.items():
             if tensor is not None:
-                self.tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
+                for part, kept in self.policy.of(name, tensor.detach()).items():
+                    # what indexing made is a copy already
+                    copied = kept is not tensor and kept.data_ptr() != tensor.data_ptr()
+                    self.tensors[part] = kept if copied else kept.clone(memory_format=torch.contiguous_format)
 
     def keep(self, **tensors: Tensor) -> None:
-        """Keep tensors that nothing changes afterwards, without a copy where they are on the CPU."""
+        """Keep tensors that nothing changes afterwards, without a copy."""
         for name, tensor in tensors.items():
-            self.tensors[name] = tensor.detach().to("cpu").contiguous()
+            self.tensors |= self.policy.of(name, tensor.detach())
+
+    def whole(self, **tensors: Tensor | None) -> None:
+        """Keep small tensors, which nothing changes afterwards, whatever the policy is."""
+        self.tensors |= {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
 
     def note(self, **tensors: Tensor | None) -> None:
         """Keep what a copy loses: whether each tensor is contiguous, and its device."""
@@ -142,10 +155,30 @@ class Call:
 
     def unchanged(self, **tensors: Tensor | None) -> None:
         """Note which tensors no longer hold the bits that ``put`` kept under their names."""
-        changed = self.info.setdefault("changed", [])
+        changed: list[str] = self.info.setdefault("changed", [])
         for name, tensor in tensors.items():
-            if tensor is not None and name in self.tensors and not same_bits(self.tensors[name], tensor.cpu()):
+            if tensor is not None and name in self.tensors:
+                for part, now in self.policy.of(name, tensor.detach()).items():
+                    before = self.tensors[part]
+                    if not before.is_cuda:
+                        changed += [] if same_bits(before, now.cpu()) else [name]
+                    else:  # the answer is not waited for
+                        self._ask_later(name, (bits(before) != bits(now)).any(), changed)
+        changed[:] = dict.fromkeys(changed)
+
+    def _ask_later(self, name: str, differs: Tensor, changed: list[str]) -> None:
+        def answer() -> None:
+            if bool(differs) and name not in changed:
                 changed.append(name)
+
+        self.later.append(answer)
+
+    def settle(self) -> None:
+        """Bring everything to the CPU; called once, when the rank is done."""
+        self.tensors = {name: tensor.to("cpu").contiguous() for name, tensor in self.tensors.items()}
+        for answer in self.later:
+            answer()
+        self.later.clear()
 
 
 class Recorder:
@@ -153,16 +186,33 @@ class Recorder:
 
     Args:
         tell: called with (step, op, done) when a call begins and ends, so that a lost rank has a place.
+        policy: how much of each tensor is kept.
     """
 
-    def __init__(self, tell: Callable[[str, str, bool], None] = lambda step, op, done: None) -> None:
+    def __init__(
+        self, tell: Callable[[str, str, bool], None] = lambda step, op, done: None, policy: Keep = _FULL
+    ) -> None:
         self.calls: list[Call] = []
-        self.tell = tell
+        self.tell, self.policy = tell, policy
+
+    def settle(self) -> None:
+        """Bring what was recorded to the CPU; once, when the rank is done.
+
+        What a GPU has lost is left out: its error is that of the last call, unless a call has one already.
+        """
+        for call in self.calls:
+            try:
+                call.settle()
+            except RuntimeError as error:
+                call.tensors.clear()
+                call.later.clear()
+                if not any(other.error for other in self.calls):
+                    self.calls[-1].error = described(error)
 
     @contextmanager
     def call(self, step: str, op: str, **info: Any) -> Iterator[Call]:
         """Record one call with JSON data; an exception is noted on it and raised on."""
-        call = Call(step, op, info=info)
+        call = Call(step, op, info=info, policy=self.policy)
         self.calls.append(call)
         self.tell(step, op, False)
         try:
@@ -200,6 +250,7 @@ class Trace:
         proves, leaves_open: what a pass of this trace means, and what it does not say.
         not_run: why the subject did not run the case, or empty.
         reproducer: the options beside ``--case`` that reproduce this trace, e.g. ``--fault slot-not-filled``.
+        keep: the policy of the recorder, see keep.py.
     """
 
     case: Case
@@ -213,6 +264,7 @@ class Trace:
     leaves_open: str = ""
     not_run: str = ""
     reproducer: str = ""
+    keep: str = "full"
 
     def steps(self) -> list[str]:
         """Names of the steps in order of first appearance."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from moonep_validate.case import Case
 from moonep_validate.engine import Job, open_trace, rank_main
+from moonep_validate.keep import Keep
 from moonep_validate.subjects import engines
 from moonep_validate.trace import Recorder, described
 from moonep_validate.worlds.dist import DistComm
@@ -69,7 +70,7 @@ def _serve(connection: Connection, request: bytes) -> None:
     def tell(step: str, op: str, done: bool) -> None:
         connection.send_bytes(b"P" + json.dumps([step, op, done]).encode())
 
-    recorder, comm, failed = Recorder(tell), DistComm(), False
+    recorder, comm, failed = Recorder(tell, Keep.parse(job.keep)), DistComm(), False
     try:
         trace.relations = rank_main(job, case, comm, recorder)
     except (Exception, SystemExit) as error:

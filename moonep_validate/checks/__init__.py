@@ -16,12 +16,25 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moonep_validate.facts import Absent, Missing, Step
+from moonep_validate.facts import Absent, Missing, Step, Undecided
+from moonep_validate.keep import LEVELS, Keep
 from moonep_validate.trace import Trace, bits, same_bits
 from moonep_validate.verdict import STAGES, Finding, Result
 
 KINDS = ("law", "drop_in")
-_MODULES = ("life", "adapter", "plan", "dispatch", "prefetch", "experts", "combine", "layer", "routed", "reduce")
+_MODULES = (
+    "life",
+    "history",
+    "adapter",
+    "plan",
+    "dispatch",
+    "prefetch",
+    "experts",
+    "combine",
+    "layer",
+    "routed",
+    "reduce",
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,8 @@ class Check:
         kind: ``law`` (gates everywhere), ``drop_in`` (gates where the part promises upstream's exact
             behaviour); promises between two steps are relations (relations.py).
         summary: one line for tables.
+        needs: what the recorder must have kept, one of ``keep.LEVELS``: bits that moved are in a digest, sums of
+            rows are in their columns.
     """
 
     id: str
@@ -54,19 +69,24 @@ class Check:
     kind: str
     summary: str
     function: Callable[[Step], Iterator[Compared]]
+    needs: str = "plan"
 
 
 CHECKS: dict[str, Check] = {}
 
 
-def check(id: str, stage: str, kind: str = "law") -> Callable[..., Callable[[Step], Iterator[Compared]]]:
+def check(
+    id: str, stage: str, kind: str = "law", needs: str = "plan"
+) -> Callable[..., Callable[[Step], Iterator[Compared]]]:
     """Register a check; the first line of its docstring is its summary."""
     assert stage in STAGES
     assert kind in KINDS
+    assert needs in LEVELS
 
     def register(function: Callable[[Step], Iterator[Compared]]) -> Callable[[Step], Iterator[Compared]]:
         assert id not in CHECKS, f"check id {id} is taken"
-        CHECKS[id] = Check(id, stage, kind, (function.__doc__ or "").splitlines()[0].rstrip("."), function)
+        summary = (function.__doc__ or "").splitlines()[0].rstrip(".")
+        CHECKS[id] = Check(id, stage, kind, summary, function, needs)
         return function
 
     return register
@@ -83,10 +103,16 @@ def run_check(check: Check, step: Step, trace: Trace) -> Result:
         "level": part.level,
         "gates": gates,
     }
+    kept = Keep.parse(trace.keep)
+    if not kept.reaches(check.needs):
+        reason = f"it needs --record {check.needs}, the recorder kept {trace.keep}"
+        return Result(**result, status="not_applicable", reason=reason)
     try:
         compared = list(check.function(step))
     except Absent as absent:
         return Result(**result, status="not_applicable", reason=str(absent))
+    except Undecided as undecided:
+        return Result(**result, status="unknown", reason=str(undecided))
     except Missing as missing:
         return Result(**result, status="not_run", reason=str(missing))
     except Exception as error:

@@ -33,7 +33,7 @@ def loaded_bytes(s: Step) -> Iterator[Compared]:
             yield differ_bits(f"{name} weight", want, got, place)
 
 
-@check("I1", "prepare")
+@check("I1", "prepare", needs="digest")
 def padded_tokens(s: Step) -> Iterator[Compared]:
     """Each rank dispatches its own tokens first, then rows of zero with zero weight"""
     for rank in range(s.case.R):
@@ -62,7 +62,7 @@ def legal_ids(s: Step) -> Iterator[Compared]:
         yield differ_bits("dispatched route weight", want, s.one("dispatch", rank, "topk_weights")[:n], at)
 
 
-@check("I3", "prepare")
+@check("I3", "prepare", needs="digest")
 def counted_ids(s: Step) -> Iterator[Compared]:
     """tokens_per_expert counts the ids that are dispatched, padding included"""
     for rank in range(s.case.R):

@@ -13,7 +13,7 @@ from moonep_validate.oracle.bounds import combine_bound
 from moonep_validate.oracle.combine import combined, prologue
 
 
-@check("C1", "combine", kind="drop_in")
+@check("C1", "combine", kind="drop_in", needs="columns")
 def combine_sum(s: Step) -> Iterator[Compared]:
     """Each token is the sum of its rows, rounded as upstream"""
     want = combined(s.tap("combine", "rows"), s.rank_of, s.row_of)
@@ -30,7 +30,7 @@ def combine_weights(s: Step) -> Iterator[Compared]:
     yield differ_bits("gathered route weight", want, got, axes("rank", "token", "k"))
 
 
-@check("C3", "combine")
+@check("C3", "combine", needs="columns")
 def combine_bounded(s: Step) -> Iterator[Compared]:
     """Each token is the sum of its rows, within one rounding per rank"""
     if s.info("combine", "repeat", 0):
@@ -44,7 +44,7 @@ def combine_bounded(s: Step) -> Iterator[Compared]:
     yield differ("combined hidden", want, got, axes("rank", "token", "column"), bad=bad)
 
 
-@check("C4", "combine", kind="drop_in")
+@check("C4", "combine", kind="drop_in", needs="columns")
 def in_place_prologue(s: Step) -> Iterator[Compared]:
     """A zero-copy combine leaves each rank's sums in the primary rows"""
     if not s.info("combine", "zero_copy", False):
@@ -60,7 +60,7 @@ def in_place_prologue(s: Step) -> Iterator[Compared]:
     yield differ("row after combine", want[index], got[index], place)
 
 
-@check("U3", "combine")
+@check("U3", "combine", needs="digest")
 def inputs(s: Step) -> Iterator[Compared]:
     """Combine on a copy leaves its inputs as they are"""
     if s.info("combine", "zero_copy", False):

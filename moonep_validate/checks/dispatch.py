@@ -9,9 +9,10 @@ import torch
 
 from moonep_validate.checks import Compared, axes, check, differ, differ_bits, unchanged_inputs
 from moonep_validate.facts import Absent, Step
+from moonep_validate.keep import DIGEST
 
 
-@check("D1", "dispatch")
+@check("D1", "dispatch", needs="digest")
 def payload(s: Step) -> Iterator[Compared]:
     """Each planned row holds its token's bits and route weight"""
     rows, hidden = s.tap("dispatch", "rows"), s.tap("dispatch", "hidden")
@@ -24,12 +25,15 @@ def payload(s: Step) -> Iterator[Compared]:
         return {**s.route_place(int(routes[i[0]])), **({"column": i[1]} if len(i) > 1 else {})}
 
     yield differ_bits("hidden", hidden.flatten(0, 1)[token], rows[rank, row], place)
+    if s.has("dispatch", "rows" + DIGEST):  # of all columns, where only some of them are kept
+        given, got = (s.tap("dispatch", name + DIGEST) for name in ("hidden", "rows"))
+        yield differ_bits("digest of hidden", given.flatten(0, 1)[token], got[rank, row], place)
     if s.has("dispatch", "topk_weights"):
         want = s.tap("dispatch", "topk_weights").flatten()[torch.from_numpy(routes)]
         yield differ_bits("route weight", want, s.tap("dispatch", "row_weights")[rank, row], place)
 
 
-@check("D2", "dispatch")
+@check("D2", "dispatch", needs="digest")
 def zero_padding(s: Step) -> Iterator[Compared]:
     """Padding rows are zero, with zero weight"""
     rank, row = np.nonzero(s.in_group & (s.row_route < 0))
@@ -40,7 +44,7 @@ def zero_padding(s: Step) -> Iterator[Compared]:
     def place(i: tuple[int, ...]) -> dict[str, int]:
         return {"rank": int(rank[i[0]]), "row": int(row[i[0]]), **({"column": i[1]} if len(i) > 1 else {})}
 
-    for name in ("rows", "row_weights"):
+    for name in ("rows", "rows" + DIGEST, "row_weights"):
         if s.has("dispatch", name):
             got = s.tap("dispatch", name)[index]
             yield differ_bits(f"padding {name}", torch.zeros_like(got), got, place)
@@ -66,7 +70,7 @@ def replay_form(s: Step) -> Iterator[Compared]:
         yield differ(f"replay returns {what}", np.ones(s.case.R, bool), got, axes("rank"))
 
 
-@check("U1", "dispatch")
+@check("U1", "dispatch", needs="digest")
 def inputs(s: Step) -> Iterator[Compared]:
     """Dispatch leaves its inputs as they are"""
     yield from unchanged_inputs(s, "dispatch")

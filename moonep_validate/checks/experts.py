@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moonep_validate.checks import Compared, axes, check, differ, unchanged_inputs
 from moonep_validate.checks.identity import said_of
-from moonep_validate.contract import Ints
+from moonep_validate.contract import Bools, Ints
 from moonep_validate.facts import Absent, Step
 from moonep_validate.formats import mxfp4
 from moonep_validate.oracle.activation import activation_of
@@ -19,10 +19,11 @@ from moonep_validate.oracle.dense import grouped_rows
 from moonep_validate.problem import PROJECTIONS
 
 
-@check("P1", "experts")
+@check("P1", "experts", needs="columns")
 def expert_rows(s: Step) -> Iterator[Compared]:
     """Each row equals the float64 expert on its input"""
-    s.tap("experts", "out") if s.has_call("dispatch", 0) else None  # present on every rank, or this did not run
+    for rank in range(s.case.R):  # present on every rank, or this check did not run
+        s.one("experts", rank, "out")
     for rank in range(s.case.R):
         yield _rank_rows(s, rank)
 
@@ -30,8 +31,7 @@ def expert_rows(s: Step) -> Iterator[Compared]:
 def _rank_rows(s: Step, rank: int) -> Compared:
     exact = s.case.fill.name == "ints"
     given, row_weights, out = (s.one("experts", rank, name) for name in ("rows", "row_weights", "out"))
-    rows, groups = _occupied(s, rank)
-    index, group = torch.from_numpy(rows), torch.from_numpy(groups)
+    rows, index, group = _places(s, rank)
     weights = stored_weights(s, rank)
     activation = activation_of(s.case.model)
     values = decoded_weights(weights)
@@ -39,7 +39,7 @@ def _rank_rows(s: Step, rank: int) -> Compared:
     got = out[index].double()
 
     def place(i: tuple[int, ...]) -> dict[str, int]:
-        return {**_row_place(s, rank, int(rows[i[0]]), int(groups[i[0]])), "column": i[1]}
+        return {**_row_place(s, rank, int(rows[i[0]]), int(group[i[0]])), "column": i[1]}
 
     bad = None if exact else ~within(want, got, variance)
     compared = differ("expert output", want, got, place, bad=bad)
@@ -47,19 +47,32 @@ def _rank_rows(s: Step, rank: int) -> Compared:
         return compared
     wrong = want != got if bad is None else bad
     first = int(torch.nonzero(wrong & ~(want.isnan() & got.isnan()))[0, 0])
-    names = s.group_expert[rank] if s.has_call("dispatch", rank) else np.full(len(values[0]), -1)
+    known = s.has_call("dispatch", rank) and not s.has("experts", "sample")  # else groups have other numbers
+    names = s.group_expert[rank] if known else np.full(len(values[0]), -1)
     row = given[index[first]], row_weights[index[first]], got[first]
-    return compared.noting(said_of(s.case.model, row, int(groups[first]), weights, names, exact, s.rounds))
+    return compared.noting(said_of(s.case.model, row, int(group[first]), weights, names, exact, s.rounds))
 
 
-def _occupied(s: Step, rank: int) -> tuple[Ints, Ints]:
-    """Rows that count and the group of each; where no dispatch says it, the call of the experts does."""
+def _places(s: Step, rank: int) -> tuple[Ints, Tensor, Tensor]:
+    """Rows to judge, where they are in the recorded tensors, and the group of each in the recorded weights."""
+    if s.has("experts", "sample"):  # see composed.py: some rows are kept whole, with the weights of their groups
+        sample = s.one("experts", rank, "sample").numpy()
+        real = torch.from_numpy(_occupied(s, rank)[sample])
+        return sample[real.numpy()], torch.nonzero(real)[:, 0], s.one("experts", rank, "sample_group")[real]
+    rows = np.flatnonzero(_occupied(s, rank))
     if s.has_call("dispatch", rank):
-        rows = np.flatnonzero(s.row_route[rank] >= 0)
-        return rows, s.row_group[rank, rows]
-    ends = s.one("experts", rank, "cu_seqlens").numpy()
-    rows = np.flatnonzero(s.one("experts", rank, "valid").numpy())
-    return rows, np.searchsorted(ends, rows, side="right")
+        group = s.row_group[rank, rows]
+    else:
+        group = np.searchsorted(s.one("experts", rank, "cu_seqlens").numpy(), rows, side="right")
+    return rows, torch.from_numpy(rows), torch.from_numpy(group)
+
+
+def _occupied(s: Step, rank: int) -> Bools:
+    """Which rows count: bool ``[NvS]``; where no dispatch says it, the call of the experts does."""
+    if s.has_call("dispatch", rank):
+        occupied: Bools = s.row_route[rank] >= 0
+        return occupied
+    return s.one("experts", rank, "valid").numpy()
 
 
 def _row_place(s: Step, rank: int, row: int, group: int) -> dict[str, int]:
@@ -84,14 +97,14 @@ def decoded_weights(weights: Sequence[Tensor]) -> list[Tensor]:
     return [mxfp4.decode(*pair) for pair in zip(weights[:count], weights[count:], strict=True)]
 
 
-@check("P2", "experts")
+@check("P2", "experts", needs="full")
 def inputs(s: Step) -> Iterator[Compared]:
     """The experts leave rows, route weights, groups and weights as they are, padding and tail included"""
     _ours(s)
     yield from unchanged_inputs(s, "experts")
 
 
-@check("P3", "experts")
+@check("P3", "experts", needs="full")
 def shapes(s: Step) -> Iterator[Compared]:
     """The output has one BF16 row per row of the buffer"""
     _ours(s)

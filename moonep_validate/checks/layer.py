@@ -18,7 +18,7 @@ from moonep_validate.oracle.dense import dense_layer
 from moonep_validate.problem import PROJECTIONS
 
 
-@check("I16", "layer")
+@check("I16", "layer", needs="digest")
 def real_rows(s: Step) -> Iterator[Compared]:
     """The output is the first rows of what combine returned"""
     rank, token = np.nonzero(s.real)
@@ -31,7 +31,7 @@ def real_rows(s: Step) -> Iterator[Compared]:
     yield differ_bits("layer output", combined[index], out[index].to(combined.dtype), _place(rank, token))
 
 
-@check("M1", "layer")
+@check("M1", "layer", needs="full")
 def dense_reference(s: Step) -> Iterator[Compared]:
     """The output equals the dense float64 reference"""
     rank, token = np.nonzero(s.real)

@@ -35,7 +35,7 @@ def _place(rank: Ints, slot: Ints, expert: Ints | None = None) -> Callable[[tupl
     return place
 
 
-@check("W1", "prefetch")
+@check("W1", "prefetch", needs="digest")
 def slot_content(s: Step) -> Iterator[Compared]:
     """Each used slot holds its expert's weights, bit for bit"""
     copies = _copies(s)
@@ -63,7 +63,7 @@ def _owner(s: Step, name: str, want: Tensor, got: Tensor) -> str:
     return "; the slot holds no expert's weights"
 
 
-@check("W2", "prefetch")
+@check("W2", "prefetch", needs="digest")
 def others_unchanged(s: Step) -> Iterator[Compared]:
     """Unused slots stay as they were"""
     rank, slot = np.nonzero(_copies(s) < 0)
@@ -99,7 +99,7 @@ def called_with_empty_plan(s: Step) -> Iterator[Compared]:
     yield differ("prefetch returned", np.ones(s.case.R, bool), done, axes("rank"))
 
 
-@check("U2", "prefetch")
+@check("U2", "prefetch", needs="digest")
 def inputs(s: Step) -> Iterator[Compared]:
     """Prefetch leaves the owners' weights as they are"""
     yield from unchanged_inputs(s, "prefetch")

@@ -14,7 +14,7 @@ from moonep_validate.problem import PROJECTIONS
 _AXES = axes("rank", "expert_of_rank", "weight_row", "weight_column")
 
 
-@check("R1", "reduce")
+@check("R1", "reduce", needs="full")
 def summed_in_order(s: Step) -> Iterator[Compared]:
     """Owners add slot gradients in ascending (rank, slot), float32"""
     copies = s.ints("reduce", "experts_to_copy")[0]
@@ -27,7 +27,7 @@ def summed_in_order(s: Step) -> Iterator[Compared]:
         yield differ_bits(f"{name} gradient", want.view_as(got), got, _AXES)
 
 
-@check("R2", "reduce")
+@check("R2", "reduce", needs="full")
 def slots_cleared(s: Step) -> Iterator[Compared]:
     """Used slots are zero afterwards, nothing else changes"""
     copies = s.ints("reduce", "experts_to_copy")[0]
@@ -49,7 +49,7 @@ def slots_cleared(s: Step) -> Iterator[Compared]:
             )
 
 
-@check("R3", "reduce")
+@check("R3", "reduce", needs="full")
 def every_copy_counted(s: Step) -> Iterator[Compared]:
     """Each copy adds exactly one contribution"""
     copies = s.ints("reduce", "experts_to_copy")[0]

@@ -38,7 +38,7 @@ def _scores(s: Step) -> tuple[Tensor, Tensor]:
     return routed.scores(s.tap("router", "hidden"), s.tap("router", "gate")[0])
 
 
-@check("Q1", "router")
+@check("Q1", "router", needs="full")
 def choice(s: Step) -> Iterator[Compared]:
     """The router chooses the K distinct experts of largest score plus bias"""
     ids = s.tap("router", "ids").long().sort(dim=-1).values
@@ -51,7 +51,7 @@ def choice(s: Step) -> Iterator[Compared]:
     yield differ("chosen expert, in ascending order", want, ids, _ROUTE, bad=clear[..., None] & (want != ids))
 
 
-@check("Q2", "router")
+@check("Q2", "router", needs="full")
 def weights(s: Step) -> Iterator[Compared]:
     """Route weights are the factor times the chosen scores, without bias, over their sum"""
     ids, got = s.tap("router", "ids").long().clamp(0, s.case.E - 1), s.tap("router", "weights").double()
@@ -59,7 +59,7 @@ def weights(s: Step) -> Iterator[Compared]:
     yield differ("route weight", want, got, _ROUTE, bad=~((got - want).abs() <= bound))
 
 
-@check("Q3", "router")
+@check("Q3", "router", needs="full")
 def weight_sum(s: Step) -> Iterator[Compared]:
     """The route weights of a token sum to the scaling factor"""
     got = s.tap("router", "weights").double().sum(dim=-1)
@@ -69,21 +69,21 @@ def weight_sum(s: Step) -> Iterator[Compared]:
     yield differ("sum of route weights", SCALING_FACTOR, got, axes("rank", "token"), bad=bad)
 
 
-@check("T1", "latent")
+@check("T1", "latent", needs="full")
 def latent(s: Step) -> Iterator[Compared]:
     """Dispatched tokens are the latent projection of the full ones"""
     want, variance = routed.projected(s.tap("latent", "hidden"), s.tap("latent", "weight")[0])
     yield _bounded("latent token", want, s.tap("latent", "out"), variance)
 
 
-@check("N1", "norm")
+@check("N1", "norm", needs="full")
 def norm(s: Step) -> Iterator[Compared]:
     """The summed routed rows are normed once, after the sum, over their columns"""
     want, variance = routed.rms_norm(s.tap("norm", "routed"), s.tap("norm", "weight")[0], NORM_EPS)
     yield _bounded("normed sum", want, s.tap("norm", "out"), variance)
 
 
-@check("S1", "shared")
+@check("S1", "shared", needs="full")
 def shared(s: Step) -> Iterator[Compared]:
     """The shared expert sees the full tokens, and is neither weighted nor scaled"""
     matrices = [s.tap("shared", name)[0] for name in ("gate", "up", "down")]
@@ -92,21 +92,21 @@ def shared(s: Step) -> Iterator[Compared]:
     yield _bounded("shared output", want.view(got.shape), got, variance.view(got.shape))
 
 
-@check("T2", "output")
+@check("T2", "output", needs="full")
 def up_projection(s: Step) -> Iterator[Compared]:
     """The normed sum goes through the up-projection"""
     want, variance = routed.projected(s.tap("output", "normed"), s.tap("output", "weight")[0])
     yield _bounded("up-projection", want, s.tap("output", "up"), variance)
 
 
-@check("S2", "output")
+@check("S2", "output", needs="full")
 def whole_output(s: Step) -> Iterator[Compared]:
     """The output is the routed part plus the shared expert, each once"""
     want = s.tap("output", "up").double() + s.tap("output", "shared").double()
     yield _bounded("output", want, s.tap("output", "out"), rounding_variance(want))
 
 
-@check("M2", "output")
+@check("M2", "output", needs="full")
 def wired(s: Step) -> Iterator[Compared]:
     """Each part is given the very bits that the part before it returned"""
     for receives, gives in _WIRES:

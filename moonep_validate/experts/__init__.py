@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moonep_validate.case import Case, CaseError, Spec
 from moonep_validate.experts import deepgemm, loop, torch_grouped
-from moonep_validate.experts.part import ACTIVATIONS, DEVICES, FORMATS, Activation, Experts, Unavailable
+from moonep_validate.experts.part import ACTIVATIONS, ANYWHERE, DEVICES, FORMATS, Activation, Experts, Unavailable
 from moonep_validate.formats import mxfp4
 from moonep_validate.oracle.dense import ROUNDS
 from moonep_validate.problem_routed import SITU_BETA, SITU_LINEAR_BETA
@@ -28,8 +28,8 @@ from moonep_validate.trace import Part
 DEFAULT = "reference"
 #: name -> (how it is made, the device where none is named).
 KNOWN: dict[str, tuple[Callable[[str], Experts], str]] = {
-    "reference": (loop.reference, "cpu"),
-    "float64": (loop.float64, "cpu"),
+    "reference": (loop.reference, ANYWHERE),
+    "float64": (loop.float64, ANYWHERE),
     "torch": (torch_grouped.make, "cpu"),
     "deep_gemm": (deepgemm.bf16, "cuda"),
     "deep_gemm_fp8": (deepgemm.fp8_blocks, "cuda"),
@@ -90,14 +90,16 @@ def prepared(name: str, case: Case, activation: Activation) -> Callable[..., Ten
     """The part as the seam calls it: on its own device, with weights in a format that it takes.
 
     Returns:
-        ``(rows, row_weights, cu_seqlens, weights) -> [NvS, H]`` bf16, all on the CPU.
+        ``(rows, row_weights, cu_seqlens, weights) -> [NvS, H]`` bf16, on the device of the rows.
     """
     found, decoding = find(name), decodes(name, case)
 
     def experts(rows: Tensor, row_weights: Tensor, cu_seqlens: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        x, factors, ends = (tensor.to(found.device) for tensor in (rows, row_weights, cu_seqlens))
-        weights = [weight.to(found.device) for weight in weights]
-        given = decoded(weights, torch.bfloat16) if decoding else weights
+        moved, (x, factors, ends) = list(weights), (rows, row_weights, cu_seqlens)
+        if found.device not in (ANYWHERE, rows.device.type):
+            x, factors, ends = (tensor.to(found.device) for tensor in (x, factors, ends))
+            moved = [weight.to(found.device) for weight in moved]
+        given = decoded(moved, torch.bfloat16) if decoding else moved
         return found.compute(x, factors, ends, given, activation).to(rows.device)
 
     return experts

@@ -20,6 +20,8 @@ Compute = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor], Activation], Tenso
 ACTIVATIONS = ("silu", "situ")
 FORMATS = ("bf16", "mxfp4")
 DEVICES = ("cpu", "cuda")
+#: The device of a part that computes where its rows are; nothing is moved for it.
+ANYWHERE = "any"
 
 
 def _nothing(case: Case) -> str | None:
@@ -37,7 +39,7 @@ class Experts:
     Attributes:
         compute: see ``Compute``.
         part: what was imported, with the rounding points that it has beyond those of the reference.
-        device: where its tensors live, one of ``DEVICES``; others are copied there and back.
+        device: where its tensors live, one of ``DEVICES``; others are copied there and back. Or ``ANYWHERE``.
         activations: of ``ACTIVATIONS``.
         refuses: why it cannot compute a case, or None.
         formats: of ``FORMATS``; weights in another format are decoded to BF16 for it, which is exact for MXFP4

@@ -25,6 +25,7 @@ _MODULES = (
     "combine",
     "reduce",
     "life",
+    "waits",
     "load",
     "adapter",
     "engine_layer",
@@ -40,6 +41,9 @@ SEAMS = (
     "buffer.combine",
     "buffer.reduce_grad",
     "buffer.destroy",
+    "comm.fence",
+    "event.wait",
+    "schedule",
     "engine.load",
     "engine.dispatch",
     "engine.experts",
@@ -173,6 +177,20 @@ class Seams:
                 faulty = partial(FAULTS[spec.name].function, Next(self.rank, function), **values)
                 function = faulty if (first, every) == (0, 1) else _in_turn(faulty, function, first, every)
         return function
+
+    def of_comm(self, comm: Any) -> Any:
+        """The ``Comm`` of our own Buffer with the faults of its fences."""
+        return _Fenced(comm, self.around("comm.fence", comm.fence)) if self.faults else comm
+
+
+class _Fenced:
+    """A ``Comm`` with another ``fence``."""
+
+    def __init__(self, comm: Any, fence: Callable[..., None]) -> None:
+        self._comm, self.fence = comm, fence
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
 
 
 def _in_turn(faulty: Callable[..., Any], plain: Callable[..., Any], first: int, every: int) -> Callable[..., Any]:

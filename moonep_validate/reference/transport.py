@@ -3,10 +3,15 @@
 Row payloads, rounding points, aliasing of zero-copy views, the undefined tail and the in-place prologue of
 combine are as docs/contract.md says (section Buffer). Where upstream is undefined on bad input, this refuses on
 every rank. Limits of the hardware (multiples of 128, plan broadcast) are refused too, unless ``relaxed``.
+
+It is one-sided as the real library is: ranks write into each other's mapped memory (copies.py) and fences say when
+all of it is there, on the CPU and, stream by stream, on GPUs. Planning is on the host; a replay does not need it,
+so that a replayed dispatch can be captured in a CUDA graph, and a fresh one cannot.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Sequence
@@ -18,8 +23,12 @@ from torch import Tensor
 
 from moonep_validate.case import CaseError
 from moonep_validate.contract import Layout
+from moonep_validate.reference.copies import get, put
+from moonep_validate.reference.lane import Event, Lane
+from moonep_validate.reference.leases import Leases
+from moonep_validate.reference.moves import Moves, moves_of
 from moonep_validate.reference.planner import plan_rank
-from moonep_validate.worlds.comm import agree, all_to_all, barrier
+from moonep_validate.worlds.comm import agree, barrier
 from moonep_validate.worlds.dist import as_comm
 
 PROJECTIONS = ("gate", "up", "down")
@@ -27,20 +36,6 @@ _TILE, _SCALE_BYTES = 128, 16384
 _POISON = -1  # all bits set: NaN in bf16 and float32, an impossible row in int32
 
 _Wanted = tuple[Any, tuple[int, ...], torch.dtype]
-
-
-class Event:
-    """What an asynchronous call returns; on the CPU the work is done by then."""
-
-    def wait(self, stream: Any = None) -> None:
-        """Make a stream wait for the work."""
-
-    def synchronize(self) -> None:
-        """Wait for the work."""
-
-    def query(self) -> bool:
-        """Whether the work is done."""
-        return True
 
 
 @dataclass(frozen=True)
@@ -74,7 +69,8 @@ class Transport:
         layout_of: builds the layout, or raises CaseError.
         H: hidden size.
         num_ep_ranks: must be the size of the group.
-        options: ``num_sms``, ``comm_stream_priority``, ``enable_pdl`` of the real library; checked, then ignored.
+        options: ``num_sms``, ``comm_stream_priority``, ``enable_pdl`` of the real library; the priority is that of
+            the stream on a GPU, the others are checked, then ignored.
         group: a ``Comm``, a torch process group, or None for the default group.
         explicitly_destroy: whether garbage collection without ``destroy()`` warns.
 
@@ -111,8 +107,20 @@ class Transport:
         except CaseError as error:
             raise AssertionError(str(error)) from None
         self.H, self.destroyed = H, False
-        self._rows = _poisoned((self.layout.num_rows, H), torch.bfloat16)
-        self._weights = _poisoned((self.layout.num_rows,), torch.float32)
+        self.device: torch.device = self.group.device
+        self.leases = Leases(self.group)
+        self._lane = Lane(self.device, options["comm_stream_priority"])
+        self._all_rows = self._memory("rows", (self.layout.num_rows, H), torch.bfloat16)
+        self._all_weights = self._memory("weights", (self.layout.num_rows,), torch.float32)
+        self._rows, self._weights = self._all_rows[self.rank], self._all_weights[self.rank]
+        barrier(self.group, "constructed")
+
+    def _memory(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Poisoned memory ``[R, *shape]`` that peers reach."""
+        memory: Tensor = self.group.symmetric(name, shape, dtype)
+        integers = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+        memory[self.rank].view(integers).fill_(_POISON)
+        return memory
 
     def __del__(self) -> None:
         if not self.destroyed and self.explicitly_destroy:
@@ -164,13 +172,20 @@ class Transport:
         if plan is None:
             assert topk_experts_sk is not None
             plan, cu_seqlens = self._make_plan(topk_experts_sk)
-        self._scatter(hidden_sh, route_weights_sk, plan)
-        barrier(self.group, "dispatch exit")
-        weights = None
-        if route_weights_sk is not None:
-            weights = self._weights if router_weights_zero_copy else self._weights.clone()
-        result = (self._rows if zero_copy else self._rows.clone(), weights, cu_seqlens, plan)
-        return (*result, Event()) if async_finish else result
+        moves = moves_of(plan, self.rank, self.device)
+
+        def work() -> tuple[Tensor, Tensor | None]:
+            if self.device.type == "cuda" and inter_rank_sync:  # on the CPU, agreeing was one
+                self.group.fence("dispatch entry", self._all_rows)
+            self._scatter(hidden_sh, route_weights_sk, moves)
+            rows = self._rows if zero_copy else self._rows.clone()
+            if route_weights_sk is None:
+                return rows, None
+            return rows, self._weights if router_weights_zero_copy else self._weights.clone()
+
+        (rows, weights), event = self._lane.run(work, [hidden_sh, route_weights_sk], async_finish)
+        result = (rows, weights, cu_seqlens, plan)
+        return (*result, event) if async_finish else result
 
     def combine(
         self,
@@ -199,22 +214,27 @@ class Transport:
             AssertionError: on every rank, if the input of any rank is refused.
         """
         self._agree("combine", self._combine_refusal(hidden_nvsh, route_weights_nvs, zero_copy))
-        if not zero_copy:
-            self._rows.copy_(hidden_nvsh)
-        self._prologue(plan)
-        barrier(self.group, "combine prologue")
-        raw = _decoded(plan)
-        primary = plan.dst >= 0
-        token = torch.arange(plan.N)[primary] // plan.K
-        wanted = [raw[primary], raw if route_weights_nvs is not None else raw[:0]]
-        sources = [self._rows, self._weights if route_weights_nvs is None else route_weights_nvs]
-        fetched, weights = self._fetch("combine", sources, wanted)
-        out = torch.zeros(self.layout.S, self.H)
-        order = torch.arange(plan.N)[primary] % plan.K
-        for k in range(plan.K):
-            out[token[order == k]] += fetched[order == k].float()
-        gathered = None if route_weights_nvs is None else weights.view(self.layout.S, plan.K)
-        return out.bfloat16(), gathered, Event() if async_finish else None
+        moves = moves_of(plan, self.rank, self.device)
+
+        def work() -> tuple[Tensor, Tensor | None]:
+            with self.leases.writing("sums", [self.rank]):
+                if not zero_copy:
+                    self._rows.copy_(hidden_nvsh)
+                if route_weights_nvs is not None and route_weights_nvs.data_ptr() != self._weights.data_ptr():
+                    self._weights.copy_(route_weights_nvs)
+                self._prologue(moves)
+            self.group.fence("combine prologue", self._all_rows)
+            out, weights = self._gather(moves), None
+            if route_weights_nvs is not None:
+                routes = self.layout.capacity
+                weights = get(self.group, "combine weights", self._all_weights, moves.weights, routes)
+                weights = weights.view(self.layout.S, plan.K)
+            self.group.fence("combine exit", self._all_rows)
+            return out, weights
+
+        inputs = [hidden_nvsh, route_weights_nvs]
+        (out, weights), event = self._lane.run(work, inputs, async_finish)
+        return out, weights, event if async_finish else None
 
     def destroy(self) -> None:
         """Collective on the first call, then without effect."""
@@ -223,7 +243,9 @@ class Transport:
             barrier(self.group, "destroy")
 
     def _agree(self, name: str, problem: str | None) -> None:
-        if refusal := agree(self.group, name, problem):
+        """Make one rank's refusal everybody's; while a graph is captured, ranks cannot talk on the host."""
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if refusal := problem if capturing else agree(self.group, name, problem):
             raise AssertionError(refusal)
 
     def _alive(self) -> str | None:
@@ -262,15 +284,17 @@ class Transport:
             return f"H={self.H} is no multiple of 8"
         if plan is not None:
             same = (plan.N, plan.R, plan.E, plan.NvS) == (layout.capacity, layout.R, layout.E, layout.num_rows)
-            return mismatch(wanted) if same else "the plan was made for a Buffer of another geometry"
+            return self._mismatch(wanted) if same else "the plan was made for a Buffer of another geometry"
         if topk is None:
             return "topk_experts_sk is needed when no plan is given"
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return "planning is on the host and cannot be captured in a CUDA graph; capture a replay (plan=...)"
         wanted["topk_experts_sk"] = (topk, (layout.S, layout.K), torch.int32)
-        if problem := mismatch(wanted):
+        if problem := self._mismatch(wanted):
             return problem
         if len(bad := topk[(topk < 0) | (topk >= layout.E)]):
             return f"expert id {int(bad[0])} is outside 0..{layout.E - 1}; there is no sentinel id"
-        if counts is not None and not counts.equal(topk.flatten().bincount(minlength=layout.E).int()):
+        if counts is not None and not counts.equal(topk.flatten().bincount(minlength=layout.E).to(counts.dtype)):
             return "tokens_per_expert is not the bincount of topk_experts_sk"
         return None
 
@@ -284,6 +308,13 @@ class Transport:
         wanted: dict[str, _Wanted] = {"hidden_nvsh": (rows, tuple(self._rows.shape), torch.bfloat16)}
         if weights is not None:
             wanted["route_weights_nvs"] = (weights, tuple(self._weights.shape), torch.float32)
+        return self._mismatch(wanted)
+
+    def _mismatch(self, wanted: dict[str, _Wanted]) -> str | None:
+        """The first tensor whose shape, dtype, layout or device is not the wanted one."""
+        for name, (tensor, _, _) in wanted.items():
+            if isinstance(tensor, Tensor) and tensor.device != self.device:
+                return f"{name} is on {tensor.device}, this Buffer is on {self.device}"
         return mismatch(wanted)
 
     def _weights_refusal(self, weights: Sequence[Tensor], scales: Sequence[Tensor | None]) -> str | None:
@@ -310,20 +341,19 @@ class Transport:
 
     def _make_plan(self, topk: Tensor) -> tuple[MoonEPCommPlan, Tensor]:
         layout = self.layout
+        topk = topk.cpu()
         mine = topk.flatten().bincount(minlength=layout.E)
         counts = torch.stack(self.group.exchange("counts", mine))
         if len(set(counts.sum(1).tolist())) > 1:
             raise AssertionError(f"ranks dispatch different numbers of routes: {counts.sum(1).tolist()}")
         local = plan_rank(topk, counts, self.rank, layout)
         groups, rows, dup_counts = self._duplicates(local.raw)
+        tensors = {
+            **{n: getattr(local, n) for n in ("dst", "experts_to_copy", "zero_fill_ranges", "remote_stats")},
+            **{"dup_groups": groups, "dup_loffs": rows, "dup_counts": dup_counts},
+        }
         plan = MoonEPCommPlan(
-            dst=local.dst,
-            experts_to_copy=local.experts_to_copy,
-            zero_fill_ranges=local.zero_fill_ranges,
-            remote_stats=local.remote_stats,
-            dup_groups=groups,
-            dup_loffs=rows,
-            dup_counts=dup_counts,
+            **{name: tensor.to(self.device) for name, tensor in tensors.items()},
             N=layout.capacity,
             R=layout.R,
             E=layout.E,
@@ -331,7 +361,7 @@ class Transport:
             K=layout.K,
             B=layout.num_slots if layout.generation == "A" else None,
         )
-        return plan, local.cu_seqlens
+        return plan, local.cu_seqlens.to(self.device)
 
     def _duplicates(self, raw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The dedup lists of this rank; entries after the valid prefix are poison."""
@@ -351,91 +381,83 @@ class Transport:
         loffs[: int(extra.sum())] = rows[:, 1:][is_duplicate].int()
         return groups, loffs, torch.tensor([len(extra), int(extra.sum())], dtype=torch.int32)
 
-    def _scatter(self, hidden: Tensor, weights: Tensor | None, plan: MoonEPCommPlan) -> None:
+    def _scatter(self, hidden: Tensor, weights: Tensor | None, moves: Moves) -> None:
         """Primaries' payload and all weights to their rows, zero padding, then copy to duplicates."""
-        raw = _decoded(plan)
-        primary = plan.dst >= 0
-        token = torch.arange(plan.N) // plan.K
-        targets, values = [self._rows], [(raw[primary], hidden[token[primary]])]
-        if weights is not None:
-            targets, values = [*targets, self._weights], [*values, (raw, weights.flatten())]
-        self._store("dispatch", targets, values)
-        for first, count in plan.zero_fill_ranges.tolist():
-            self._rows[first : first + count] = 0
+        with self.leases.writing("rows", range(self.layout.R)):
+            put(self.group, "dispatch", self._all_rows, hidden, moves.sends)
             if weights is not None:
-                self._weights[first : first + count] = 0
-        groups = plan.dup_groups[: int(plan.dup_counts[0])].long()
-        source = groups[:, 0].repeat_interleave(groups[:, 2])
-        self._rows[plan.dup_loffs[: int(plan.dup_counts[1])].long()] = self._rows[source]
+                put(self.group, "dispatch weights", self._all_weights, weights.flatten(), moves.weights)
+        self.group.fence("dispatch exit", self._all_rows)
+        with self.leases.reading("rows", self.rank):
+            self._rows.index_fill_(0, moves.zero, 0)
+            if weights is not None:
+                self._weights.index_fill_(0, moves.zero, 0)
+            primary, duplicate = moves.copies
+            self._rows[duplicate] = self._rows[primary]
 
-    def _prologue(self, plan: MoonEPCommPlan) -> None:
+    def _prologue(self, moves: Moves) -> None:
         """Add duplicates to their primaries in float32, in list order, and round once."""
-        groups = plan.dup_groups[: int(plan.dup_counts[0])].long()
-        primary, first, count = groups.unbind(dim=1)
-        total = self._rows[primary].float()
-        for place in range(int(count.max()) if len(count) else 0):
-            has = count > place
-            rows = plan.dup_loffs[first[has] + place].long()
-            total[has] += self._rows[rows].float()
-        self._rows[primary] = total.bfloat16()
+        total = self._rows[moves.heads].float()
+        for group, duplicate in moves.sums:
+            total[group] += self._rows[duplicate].float()
+        self._rows[moves.heads] = total.bfloat16()
+
+    def _gather(self, moves: Moves) -> Tensor:
+        """Read each primary's sum, and add up over k in float32: bf16 ``[S, H]``."""
+        with contextlib.ExitStack() as reads:
+            for owner in range(self.layout.R):
+                reads.enter_context(self.leases.reading("sums", owner, by=owner))
+            fetched = get(self.group, "combine", self._all_rows, moves.reads, moves.num_primaries)
+        out = torch.zeros(self.layout.S, self.H, device=self.device)
+        for token, place in moves.order:
+            out[token] += fetched[place].float()
+        return out.bfloat16()
+
+    def _push(self, plan: MoonEPCommPlan, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Put rows of local tensors ``[E/R, ...]`` into pools ``[R, E/R, ...]`` of the ranks that copy them."""
+        moves = moves_of(plan, self.rank, self.device)
+        with self.leases.writing("slots", range(self.layout.R)):
+            for local, pool in pairs:
+                sends = [(expert, slot) for slot, expert in moves.pushes]
+                put(self.group, "prefetch", pool, local, sends)
+
+    def _reduce_all(
+        self, plan: MoonEPCommPlan, pairs: dict[str, tuple[Tensor, Tensor]], asynchronous: bool
+    ) -> Any:
+        """Reduce (gradients of owned experts, buffer of all ranks) of each projection, then clear the slots."""
+        copies = plan.experts_to_copy.cpu()
+        mine = (copies[self.rank] >= 0).to(self.device)
+
+        def work() -> tuple[()]:
+            if self.device.type == "cuda":  # on the CPU, agreeing was one
+                self.group.fence("reduce entry", self._all_rows)
+            for name, (grads, buffer) in pairs.items():
+                self._reduce(name, copies, grads, buffer)
+            self.group.fence("reduce read", self._all_rows)
+            for _, buffer in pairs.values():
+                buffer[self.rank][mine] = 0
+            return ()
+
+        _, event = self._lane.run(work, [tensor for pair in pairs.values() for tensor in pair], asynchronous)
+        return event if asynchronous else None
 
     def _reduce(self, name: str, copies: Tensor, grads: Tensor, buffer: Tensor) -> None:
         """Add every slot's gradient to its owner's, in ascending (rank, slot); R1.
 
         Args:
-            copies: ``[R, slots]``.
+            name: of the projection.
+            copies: ``[R, slots]``, on the host.
             grads: ``[E/R, ...]`` of the owned experts, changed in place.
             buffer: ``[R, slots, ...]``; this rank's slots are row ``rank``.
         """
-        per_rank = self.layout.experts_per_rank
-        mine = buffer[self.rank]
-        sent = [
-            mine[(copies[self.rank] >= 0) & (copies[self.rank] // per_rank == h)] for h in range(self.layout.R)
-        ]
-        for source, received in enumerate(all_to_all(self.group, f"reduce {name}", sent)):
-            experts = copies[source][(copies[source] >= 0) & (copies[source] // per_rank == self.rank)]
-            for expert, grad in zip(experts.tolist(), received, strict=True):
-                grads[expert - self.rank * per_rank] += grad
-
-    def _clear(self, copies: Tensor, buffers: Sequence[Tensor]) -> None:
-        """Zero the consumed slots of this rank; R2."""
-        barrier(self.group, "reduce read")
-        for buffer in buffers:
-            buffer[self.rank][copies[self.rank] >= 0] = 0
-
-    def _store(self, name: str, targets: Sequence[Tensor], values: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Write (rank * NvS + row, value) pairs into tensors of any rank, one list of pairs per tensor."""
-        split = [self._by_rank(raw) for raw, _ in values]
-        sent = [
-            [
-                (row[chosen], value[chosen])
-                for (_, value), (chosen, row) in zip(values, [s[d] for s in split], strict=True)
-            ]
-            for d in range(self.layout.R)
-        ]
-        for received in all_to_all(self.group, name, sent):
-            for target, (row, value) in zip(targets, received, strict=True):
-                target[row] = value
-
-    def _fetch(self, name: str, sources: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[Tensor]:
-        """Read rows of tensors of any rank; each of ``wanted`` is rank * NvS + row."""
-        split = [self._by_rank(raw) for raw in wanted]
-        requests = [[row[chosen] for chosen, row in [s[d] for s in split]] for d in range(self.layout.R)]
-        asked = all_to_all(self.group, f"{name} index", requests)
-        answers = [[source[row] for source, row in zip(sources, rows, strict=True)] for rows in asked]
-        out = [
-            torch.empty((len(raw), *source.shape[1:]), dtype=source.dtype)
-            for raw, source in zip(wanted, sources, strict=True)
-        ]
-        for d, answer in enumerate(all_to_all(self.group, name, answers)):
-            for tensor, part, ranks in zip(out, answer, split, strict=True):
-                tensor[ranks[d][0]] = part
-        return out
-
-    def _by_rank(self, raw: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """For each rank: (places of its entries, row of every entry)."""
-        rank, row = raw // self.layout.num_rows, raw % self.layout.num_rows
-        return [(torch.nonzero(rank == d)[:, 0], row) for d in range(self.layout.R)]
+        first = self.rank * self.layout.experts_per_rank
+        mine = (copies >= first) & (copies < first + len(grads))
+        slots = [torch.nonzero(row)[:, 0] for row in mine]
+        places = torch.arange(int(mine.sum())).split([len(s) for s in slots])
+        reads = [(p.to(self.device), s.to(self.device)) for p, s in zip(places, slots, strict=True)]
+        received = get(self.group, f"reduce {name}", buffer, reads, int(mine.sum()))
+        for expert, grad in zip((copies[mine] - first).tolist(), received, strict=True):
+            grads[expert] += grad
 
 
 def mismatch(wanted: dict[str, _Wanted]) -> str | None:
@@ -446,12 +468,3 @@ def mismatch(wanted: dict[str, _Wanted]) -> str | None:
         if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
             return f"{name} is {tensor.dtype} {tuple(tensor.shape)}, contiguous {dtype} {shape} is needed"
     return None
-
-
-def _decoded(plan: MoonEPCommPlan) -> Tensor:
-    return torch.where(plan.dst < 0, -plan.dst - 1, plan.dst).long()
-
-
-def _poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    integers = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-    return torch.full(shape, _POISON, dtype=integers).view(dtype)

@@ -65,7 +65,7 @@ def _needs_engine(case: Case) -> str | None:
 def _open_reference(rig: Rig) -> ComposedSession:
     buffer = _RelaxedA if rig.case.generation == "A" else _RelaxedB
     session = RoutedSession if rig.case.model.name == "k3" else ComposedSession
-    return session(rig, buffer, rig.comm)
+    return session(rig, buffer, rig.seams.of_comm(rig.comm))
 
 
 REFERENCE = Subject(

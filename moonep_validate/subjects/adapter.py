@@ -99,11 +99,12 @@ class Slots:
         self._local: dict[str, Tensor] = {}
         for name, shape in shapes.items():
             if case.generation == "A":
-                self._store[name] = torch.zeros((case.E + layout.num_slots, *shape), dtype=dtypes[name])
+                rows = case.E + layout.num_slots
+                self._store[name] = torch.zeros((rows, *shape), dtype=dtypes[name], device=comm.device)
                 self._local[name] = self._store[name][self.own]
             else:
                 self._store[name] = comm.symmetric(name, (per_rank, *shape), dtypes[name])
-                self._local[name] = torch.zeros((per_rank, *shape), dtype=dtypes[name])
+                self._local[name] = torch.zeros((per_rank, *shape), dtype=dtypes[name], device=comm.device)
 
     @property
     def needs_all_experts(self) -> bool:
@@ -159,7 +160,7 @@ class Gradients:
             slice(self.rank * per_rank, (self.rank + 1) * per_rank) if case.generation == "A" else slice(None)
         )
         rows = layout.num_groups if case.generation == "A" else per_rank
-        self.full = {name: torch.zeros((rows, *shape)) for name, shape in shapes.items()}
+        self.full = {name: torch.zeros((rows, *shape), device=comm.device) for name, shape in shapes.items()}
         self.buffers = {
             name: comm.symmetric(f"grad {name}", (layout.num_slots, *s), torch.float32)
             for name, s in shapes.items()

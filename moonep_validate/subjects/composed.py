@@ -5,7 +5,8 @@ The recorder sits outside the seams, so that it sees what a fault does; what goe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from moonep_validate import experts
 from moonep_validate.contract import Layout
+from moonep_validate.keep import sampled_rows
 from moonep_validate.problem import (
     PROJECTIONS,
     Batch,
@@ -26,6 +28,7 @@ from moonep_validate.reference.experts import swiglu
 from moonep_validate.reference.routed import situ
 from moonep_validate.rig import Dispatched, Rig
 from moonep_validate.subjects.adapter import Gradients, Slots, make_buffer
+from moonep_validate.subjects.captured import Captured, in_capture
 from moonep_validate.trace import Call
 from moonep_validate.worlds.comm import CollectiveError
 
@@ -72,10 +75,12 @@ class ComposedSession:
         }
         activation = rig.seams.around("model.activation", _ACTIVATION_OF[case.model.name])
         self._experts = rig.seams.around("experts", experts.prepared(rig.experts, case, activation))
+        self._wait = rig.seams.around("event.wait", lambda event: event.wait())
         self._expert_weights = rig.seams.around("weights", rig.expert_weights)
         self.shapes = projection_shapes(case)
         self._weights: Slots | None = None
         self.layer: int | None = None
+        self._slots_of: dict[str, int] = {}  # step -> generation of the slots that it prefetched
 
     @property
     def weights(self) -> Slots:
@@ -119,6 +124,7 @@ class ComposedSession:
         Returns:
             ``[S, H]``.
         """
+        batch = self.rig.here(batch)
         self.load(layer)
         self.poison_slots(step)
         with self.rig.recorder.call(step, "layer", layer=layer, marked=mark) as call:
@@ -158,17 +164,19 @@ class ComposedSession:
             route_weights: whether route weights are sent.
             flags: ``zero_copy``, ``async_finish``.
         """
+        batch = self.rig.here(batch)
         given = {"replay": replay is not None, "slots": self.layout.num_slots}
         with self.rig.recorder.call(step, "dispatch", **given, **flags) as call:
             call.put(hidden=batch.hidden, topk_ids=batch.topk_ids)
             call.put(topk_weights=batch.topk_weights if route_weights else None)
             sent = self._dispatch(call, batch, replay, route_weights, flags)
             call.put(rows=sent.rows, row_weights=sent.row_weights, cu_seqlens=sent.cu_seqlens)
-            call.put(**{name: getattr(sent.plan, name) for name in PLAN_FIELDS})
+            call.put(**self.plan_tensors(sent.plan))
             call.unchanged(hidden=batch.hidden, topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
             call.note(rows=sent.rows, row_weights=sent.row_weights, cu_seqlens=sent.cu_seqlens, dst=sent.plan.dst)
             view = getattr(self.buffer, "hidden_nvsh_buffer_view", None)
             call.info["is_view"] = None if view is None else sent.rows.data_ptr() == view.data_ptr()
+            self._note_leases(call)
         return sent
 
     def _dispatch(
@@ -185,12 +193,14 @@ class ComposedSession:
             count = len(out) if isinstance(out, tuple) else type(out).__name__
             raise TypeError(f"dispatch returned {count} values, {promised} are promised")
         if promised == 5:
-            out[4].wait()
+            self._wait(out[4])
         rows, row_weights, cu_seqlens, plan = out[:4]
         if replay is not None:
             call.info["same_plan"], call.info["no_cu_seqlens"] = plan is replay.plan, cu_seqlens is None
             cu_seqlens = replay.cu_seqlens
-        return Dispatched(rows, row_weights, cu_seqlens, plan)
+        leases = getattr(self.buffer, "leases", None)
+        generation = leases.generations["rows"] if leases and flags.get("zero_copy") else None
+        return Dispatched(rows, row_weights, cu_seqlens, plan, generation)
 
     def prefetch(self, step: str, plan: Any, weights: Slots, async_finish: bool = False) -> None:
         """Fill the slots that a plan uses."""
@@ -201,9 +211,11 @@ class ComposedSession:
             flags = {"async_finish": True} if async_finish else {}
             event = self._call["prefetch_weight"](plan, **weights.prefetch_arguments(), **flags)
             if async_finish:
-                event.wait()
+                self._wait(event)
             call.put(**{f"slot_{name}": weights.slots(name) for name in weights.names})
             call.unchanged(**{f"local_{name}": weights.local(name) for name in weights.names})
+        if leases := getattr(self.buffer, "leases", None):
+            self._slots_of[step] = leases.generations["slots"]
 
     def experts(self, step: str, sent: Dispatched, in_place: bool = False) -> Tensor:
         """Compute all groups; undefined rows of the result are poisoned.
@@ -213,25 +225,25 @@ class ComposedSession:
             sent: dispatched rows.
             in_place: write the result over the rows, as zero-copy combine needs it.
         """
-        out = self.compute(step, sent.rows, sent.row_weights, sent.cu_seqlens)
-        self.rig.poison(out[sent.end :])
-        for first, count in sent.plan.zero_fill_ranges.tolist():
-            self.rig.poison(out[first : first + count])
+        with self.rig.recorder.call(step, "experts") as call:
+            with self._leased(step, sent, slots=True):
+                out: Tensor = self._compute(call, sent)
+            self._note_leases(call)
+        self.rig.poison_padding(out, sent.end, sent.plan.zero_fill_ranges)
         return sent.rows.copy_(out) if in_place else out
 
-    def compute(
-        self, step: str, rows: Tensor, row_weights: Tensor | None, cu_seqlens: Tensor, valid: Tensor | None = None
-    ) -> Tensor:
-        """The recorded call of the experts; ``valid`` says which rows count where no dispatch does."""
-        names = self.weights.names
-        weights = [self.weights.groups(name) for name in names]
-        tensors = {f"weight_{name}": weight for name, weight in zip(names, weights, strict=True)}
-        inputs = {"rows": rows, "row_weights": row_weights, "cu_seqlens": cu_seqlens}
-        with self.rig.recorder.call(step, "experts", decoded=experts.decodes(self.rig.experts, self.case)) as call:
-            call.put(**inputs, valid=valid, **tensors)
-            out: Tensor = self._experts(rows, row_weights, cu_seqlens, weights)
+    def _compute(self, call: Call, sent: Dispatched) -> Tensor:
+        """Run the experts, and keep what the checks of the stage judge."""
+        weights = {f"weight_{name}": self.weights.groups(name) for name in self.weights.names}
+        inputs = {"rows": sent.rows, "row_weights": sent.row_weights, "cu_seqlens": sent.cu_seqlens, **weights}
+        call.info["decoded"] = experts.decodes(self.rig.experts, self.case)
+        call.put(**inputs if call.policy.full else {"cu_seqlens": sent.cu_seqlens})
+        out: Tensor = self._experts(sent.rows, sent.row_weights, sent.cu_seqlens, list(weights.values()))
+        if call.policy.full:
             call.put(out=out)
-            call.unchanged(**inputs, **tensors)
+            call.unchanged(**inputs)
+        elif call.policy.reaches("columns"):
+            _put_sample(call, sent, weights, out)
         return out
 
     def compute_alone(self, step: str, number: int, lengths: Sequence[int]) -> Tensor:
@@ -255,7 +267,10 @@ class ComposedSession:
         rows, row_weights = compute_rows(self.case, self.rank, number, len(place))
         rows[~valid], row_weights[~valid] = 0, 0
         self.rig.poison(rows[ends[-1] :])
-        return self.compute(step, rows, row_weights, ends.int(), valid)
+        rows, row_weights, cu_seqlens = (t.to(self.rig.comm.device) for t in (rows, row_weights, ends.int()))
+        with self.rig.recorder.call(step, "experts") as call:
+            call.put(valid=valid)
+            return self._compute(call, Dispatched(rows, row_weights, cu_seqlens, None))
 
     def fill_slots(self) -> None:
         """Put the experts after this rank's own into its slots, without a prefetch."""
@@ -270,6 +285,24 @@ class ComposedSession:
             ]
             self.weights.slots(name).copy_(torch.stack(own))
 
+    @contextmanager
+    def _leased(self, step: str, sent: Dispatched, slots: bool = False) -> Iterator[None]:
+        """Note which generation of a view of rows, and of slots, is read, where the Buffer stamps its leases."""
+        leases = getattr(self.buffer, "leases", None)
+        with ExitStack() as reads:
+            if leases and sent.generation is not None:
+                reads.enter_context(leases.reading("rows", self.rank, sent.generation))
+            if leases and slots and step in self._slots_of:
+                only = self.rank if self.case.generation == "A" else None
+                reads.enter_context(leases.reading("slots", self.rank, self._slots_of[step], only))
+            yield
+
+    def _note_leases(self, call: Call) -> None:
+        """Put what the Buffer has read since the last time into the call, once the device is done."""
+        if leases := getattr(self.buffer, "leases", None):
+            reads = leases.drain()
+            call.later.append(lambda: call.info.update(leases=[read.to_json() for read in reads]))
+
     def combine(self, step: str, sent: Dispatched, rows: Tensor, repeat: int = 0, **flags: bool) -> Tensor:
         """Sum rows back to tokens.
 
@@ -282,9 +315,10 @@ class ComposedSession:
         """
         with self.rig.recorder.call(step, "combine", repeat=repeat, **flags) as call:
             call.put(rows=rows, row_weights=sent.row_weights)
-            out = self._call["combine"](sent.plan, rows, sent.row_weights, **flags)
+            with self._leased(step, sent):
+                out = self._call["combine"](sent.plan, rows, sent.row_weights, **flags)
             if flags.get("async_finish"):
-                out[2].wait()
+                self._wait(out[2])
             call.put(topk_weights=out[1])
             call.keep(hidden=out[0])
             call.note(hidden=out[0])
@@ -292,8 +326,22 @@ class ComposedSession:
                 call.put(after_rows=rows)
             if not flags.get("zero_copy"):
                 call.unchanged(rows=rows, row_weights=sent.row_weights)
+            self._note_leases(call)
         result: Tensor = out[0]
         return result
+
+    def plan_tensors(self, plan: Any) -> dict[str, Tensor]:
+        """The tensors of a plan, by field."""
+        return {name: getattr(plan, name) for name in PLAN_FIELDS}
+
+    def capture(self, step: str, sent: Dispatched) -> Captured:
+        """Capture a pass by the plan of an earlier dispatch in a CUDA graph; collective."""
+        with self.rig.recorder.call(step, "capture"):
+            return Captured(self, sent)
+
+    def planning_in_capture(self, batch: Batch) -> Callable[[Any], object]:
+        """A call that plans while a CUDA graph is captured."""
+        return in_capture(self.rig.here(batch))
 
     def reduce(self, step: str, plan: Any, grads: Gradients) -> None:
         """Bring the slots' gradients home."""
@@ -320,3 +368,17 @@ class ComposedSession:
     def close(self) -> None:
         """See ``Session.close``."""
         self._call["destroy"]()
+
+
+def _put_sample(call: Call, sent: Dispatched, weights: Mapping[str, Tensor], out: Tensor) -> None:
+    """Keep some rows whole, in and out, with the weights of their groups; P1 judges these."""
+    sample = sampled_rows(sent.end)
+    if "valid" in call.tensors:  # most rows of groups that are computed alone may be padding
+        occupied = call.tensors["valid"].nonzero()[:, 0]
+        sample = occupied[sampled_rows(len(occupied))]
+    sample = sample.to(out.device)
+    groups = torch.searchsorted(sent.cu_seqlens.long(), sample, right=True)
+    used, place = groups.unique(return_inverse=True)
+    row_weights = None if sent.row_weights is None else sent.row_weights[sample]
+    call.whole(sample=sample, sample_group=place, rows=sent.rows[sample], row_weights=row_weights, out=out[sample])
+    call.whole(**{name: weight[used] for name, weight in weights.items()})

@@ -44,8 +44,9 @@ class RoutedSession(ComposedSession):
         Returns:
             ``[S, M]`` bf16, M the model width.
         """
-        weights = model_weights(self.case, layer)
-        hidden = model_hidden(self.case, self.rank, batch, layer)
+        device = self.rig.comm.device
+        weights = model_weights(self.case, layer).to(device)
+        hidden = model_hidden(self.case, self.rank, batch, layer).to(device)
         ids, route_weights = self.route(step, hidden, weights)
         latent = self.project(step, hidden, weights)
         sent = Batch(latent, ids, route_weights, batch.tokens)

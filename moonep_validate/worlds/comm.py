@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T")
@@ -32,20 +33,44 @@ class Abandoned(BaseException):
 
 
 class Comm(Protocol):
-    """Collectives of one rank in a group of ``size``; every rank must call them in the same order."""
+    """Collectives of one rank in a group of ``size``; every rank must call them in the same order.
+
+    Attributes:
+        device: where tensors of this rank live.
+    """
 
     rank: int
     size: int
+    device: torch.device
 
     def exchange(self, name: str, value: T) -> list[T]:
         """Give one value, get those of all ranks in rank order. The others are built on this one."""
 
+    def fence(self, name: str, memory: Tensor) -> None:
+        """What any rank has written to symmetric memory before it is there for all ranks after it.
+
+        On the CPU the calling thread waits; on a GPU the current stream does, by signals that belong to
+        ``memory``, which ``symmetric`` made: fences on several streams at a time need a memory each.
+        """
+
     def symmetric(self, name: str, shape: Sequence[int], dtype: Any) -> Tensor:
-        """Allocate ``[size, *shape]``; row ``rank`` is mine, peers' rows are mapped where the world can."""
+        """Allocate uninitialised ``[size, *shape]``, whose row ``rank`` is mine; collective.
+
+        What the other rows are is the world's business: reach peers' memory by ``peers``.
+        """
+
+    def peers(self, tensor: Tensor) -> Sequence[Tensor] | None:
+        """The rows of all ranks of a tensor that ``symmetric`` made, mapped here, or None if it made it not so."""
+
+    def pause(self, name: str) -> None:
+        """A point at which the schedule may change; only a world that was told to ``disturb`` does."""
+
+    def disturb(self, seed: int) -> None:
+        """From now on, change the schedule at every collective and pause, as the seed says."""
 
 
 def barrier(comm: Comm, name: str = "barrier") -> None:
-    """Wait for all ranks."""
+    """Wait for all ranks, on the host."""
     comm.exchange(name, None)
 
 

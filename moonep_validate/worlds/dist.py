@@ -1,21 +1,30 @@
-"""How does ``Comm`` look over torch.distributed? One all_gather_object per collective.
+"""How does ``Comm`` look over torch.distributed? One all_gather_object per collective, and memory that peers map.
 
-Small and slow on purpose: it moves what it is given and names what it waits for. The name travels with the
-value, so that ranks which call different collectives are told so instead of exchanging the wrong things.
+Collectives are small and slow on purpose: they move what they are given and name what they wait for. The name
+travels with the value, so that ranks which call different collectives are told so instead of exchanging the wrong
+things. Rows travel through symmetric memory (mapped.py) wherever it can be had.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from random import Random
+from time import sleep
+from typing import Any, ClassVar, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moonep_validate.worlds import mapped
 from moonep_validate.worlds.comm import CollectiveError, Deadlock
 
 T = TypeVar("T")
+
+#: Longest delay of a disturbed world at one point, in seconds on the host and in clock cycles of a GPU.
+_LONGEST = 0.004
+_CYCLES = 2_000_000
 
 
 class DistComm:
@@ -23,12 +32,19 @@ class DistComm:
 
     Args:
         group: a torch.distributed process group, or None for the default one.
+        device: where tensors live; by default the current GPU if the group has NCCL, else the CPU.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    _living: ClassVar[WeakSet[DistComm]] = WeakSet()
+
+    def __init__(self, group: Any = None, device: torch.device | None = None) -> None:
         self.group = group
+        self._living.add(self)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.device = device or device_of(group)
         self.calls = 0
+        self._mapped: dict[int, mapped.Mapped] = {}
+        self._random: Random | None = None
 
     def exchange(self, name: str, value: T) -> list[T]:
         """See ``Comm.exchange``.
@@ -37,6 +53,7 @@ class DistComm:
             CollectiveError: if a peer does not arrive within the group's timeout.
             Deadlock: if the ranks are in different collectives.
         """
+        self.pause(name)
         self.calls += 1
         gathered: list[Any] = [None] * self.size
         try:
@@ -49,10 +66,56 @@ class DistComm:
             raise Deadlock(f"{places} (collective #{self.calls})")
         return [received for _, received in gathered]
 
+    def fence(self, name: str, memory: Tensor) -> None:
+        """See ``Comm.fence``; on a GPU without symmetric memory the host waits for the stream."""
+        self.pause(name)
+        shared = self._memory_of(memory)
+        if shared is not None and shared.barrier is not None:
+            shared.barrier()
+            return
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        self.exchange(name, None)
+
     def symmetric(self, name: str, shape: Sequence[int], dtype: Any) -> Tensor:
-        """See ``Comm.symmetric``; here peers' rows are private memory, only row ``rank`` means anything."""
-        self.exchange(f"symmetric {name}", None)
-        return torch.empty((self.size, *shape), dtype=dtype)
+        """See ``Comm.symmetric``.
+
+        Where nothing can be mapped, ``peers`` says None for it, and peers' rows are private memory.
+        """
+        memory = mapped.allocate(self, name, tuple(shape), dtype)
+        if memory is None:
+            return torch.empty((self.size, *shape), dtype=dtype, device=self.device)
+        self._mapped[memory.tensor.data_ptr()] = memory
+        return memory.tensor
+
+    def peers(self, tensor: Tensor) -> Sequence[Tensor] | None:
+        """See ``Comm.peers``; memory that another Comm of this group made counts too."""
+        memory = self._memory_of(tensor)
+        return memory.rows if memory else None
+
+    def _memory_of(self, tensor: Tensor) -> mapped.Mapped | None:
+        same = [comm for comm in self._living if comm.group is self.group]
+        return next((m for comm in same if (m := comm._mapped.get(tensor.data_ptr()))), None)
+
+    def pause(self, name: str) -> None:
+        """See ``Comm.pause``: a disturbed world waits a while, on the host and on the current stream."""
+        if self._random is None:
+            return
+        if self._random.random() < 0.5:
+            sleep(self._random.random() ** 3 * _LONGEST)
+        if self.device.type == "cuda" and self._random.random() < 0.5:
+            torch.cuda._sleep(int(self._random.random() ** 2 * _CYCLES))
+
+    def disturb(self, seed: int) -> None:
+        """See ``Comm.disturb``; each rank waits at other points."""
+        self._random = Random(seed * self.size + self.rank)
+
+
+def device_of(group: Any) -> torch.device:
+    """Where the tensors of a group live: the current GPU for one with NCCL, else the CPU."""
+    if dist.is_initialized() and "nccl" in str(dist.get_backend_config(group)):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def as_comm(group: Any) -> Any:

@@ -5,6 +5,9 @@ to the next runnable rank in rank order, so two runs interleave in the same way.
 still wait, that is a deadlock, known at once and without a timer. A rank that keeps the baton longer than the
 deadline is hung: its stack is taken, the others are released, and its thread is abandoned.
 
+A disturbed world hands the baton to any runnable rank, as its seed says, also at pauses between collectives: each
+seed is another interleaving, and the same seed is the same one again.
+
 Code from outside this project never runs in this world.
 """
 
@@ -18,6 +21,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
+from random import Random
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +34,8 @@ T = TypeVar("T")
 
 class _Rank:
     """One rank's end of the baton."""
+
+    device = torch.device("cpu")
 
     def __init__(self, baton: _Baton, rank: int, size: int) -> None:
         self.baton, self.rank, self.size = baton, rank, size
@@ -56,12 +62,30 @@ class _Rank:
         assert self.received is not None
         return self.received
 
+    def fence(self, name: str, memory: Tensor) -> None:
+        """See ``Comm.fence``."""
+        self.exchange(name, None)
+
     def symmetric(self, name: str, shape: Sequence[int], dtype: Any) -> Tensor:
-        """See ``Comm.symmetric``; here all ranks get the same tensor, uninitialised."""
+        """See ``Comm.symmetric``; here all ranks get the same tensor."""
         mine = torch.empty((self.size, *shape), dtype=dtype) if self.rank == 0 else None
         shared = self.exchange(f"symmetric {name}", mine)[0]
         assert shared is not None
+        self.baton.shared[shared.data_ptr()] = shared
         return shared
+
+    def peers(self, tensor: Tensor) -> Sequence[Tensor] | None:
+        """See ``Comm.peers``."""
+        return tensor.unbind(0) if tensor.data_ptr() in self.baton.shared else None
+
+    def pause(self, name: str) -> None:
+        """See ``Comm.pause``: another rank may go on."""
+        if self.baton.random is not None and not self.failure:
+            self.baton.yield_turn(self)
+
+    def disturb(self, seed: int) -> None:
+        """See ``Comm.disturb``."""
+        self.baton.random = self.baton.random or Random(seed)
 
 
 class _Baton:
@@ -73,6 +97,17 @@ class _Baton:
         self.handovers = 0
         self.diagnosis = ""
         self.over = threading.Event()
+        self.random: Random | None = None  # of a disturbed world
+        self.shared: dict[int, Tensor] = {}  # symmetric memory by address; kept, so that no other gets its place
+
+    def yield_turn(self, holder: _Rank) -> None:
+        """Hand the baton to any runnable rank, the holder among them, and wait until it comes back."""
+        following = self._any_of([holder, *self._all_runnable(holder)])
+        if following is not holder:
+            self._hand_to(following)
+            holder.turn.acquire()
+            if holder.failure:
+                raise holder.failure(holder.baton.diagnosis)
 
     def release(self, holder: _Rank) -> None:
         """Hand on to the next runnable rank in rank order.
@@ -82,7 +117,10 @@ class _Baton:
         following = self._complete(holder) or self._runnable(holder) or self._fail_waiting()
         if following is None:
             self.over.set()
-            return
+        else:
+            self._hand_to(following)
+
+    def _hand_to(self, following: _Rank) -> None:
         self.holder = following.rank
         self.handovers += 1
         following.turn.release()
@@ -95,15 +133,22 @@ class _Baton:
         values = [rank.value for rank in self.ranks]
         for rank in self.ranks:
             rank.received, rank.waits_in = values, None
-        return holder
+        return self._any_of(self.ranks) if self.random else holder
 
     def _runnable(self, holder: _Rank) -> _Rank | None:
         """The next rank after the holder that neither waits nor has ended."""
+        runnable = self._all_runnable(holder)
+        return self._any_of(runnable) if runnable and self.random else next(iter(runnable), None)
+
+    def _all_runnable(self, holder: _Rank) -> list[_Rank]:
+        """All ranks but the holder that neither wait nor have ended, from the one after it on."""
         place = holder.rank + 1
-        for rank in (*self.ranks[place:], *self.ranks[:place]):
-            if rank.waits_in is None and not rank.ended:
-                return rank
-        return None
+        others = (*self.ranks[place:], *self.ranks[: holder.rank])
+        return [rank for rank in others if rank.waits_in is None and not rank.ended]
+
+    def _any_of(self, ranks: Sequence[_Rank]) -> _Rank:
+        assert self.random is not None
+        return self.random.choice(ranks)
 
     def _fail_waiting(self) -> _Rank | None:
         """No rank can run: tell those that wait why, and let the first of them go on with that."""

@@ -334,3 +334,14 @@ def test_streaming_judgement_agrees_with_the_whole(monkeypatch: pytest.MonkeyPat
     judged = judge_rows(x, out, group, weights, factor, exact=False)
     assert (judged.wrong, judged.worst, judged.row) == (2, torch.inf, 4)
     assert judge_rows(x[:1], out[:1], torch.tensor([-1]), weights, factor[:1], exact=False).elements == 0
+
+
+@pytest.mark.parametrize("line", ["genB+R4+E8+K2+S9+hot:5+mxfp4", "genA+R2+E6+K2+S7+pad5+mxfp4+grouped"])
+def test_a_sample_of_rows_is_enough_to_judge_the_experts(line: str) -> None:
+    """With ``columns``, P1 judges rows that are kept whole, packed weights of their groups included; never padding."""
+    job = Job(keep="columns")
+    examined = [r.examined for r in run_case(job, Case.parse(line))[1].results if r.check == "P1"]
+    assert min(examined) >= 2 * 3 * 128
+    faulty = Job(keep="columns", faults=(parse_fault("group-index-off-by-one"),))
+    results = run_case(faulty, Case.parse(line))[1].results
+    assert "failed" in {r.status for r in results if r.check == "P1"}

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from moonep_validate.reference.transport import Event, MoonEPCommPlan, Transport
+from moonep_validate.reference.moves import moves_of
+from moonep_validate.reference.transport import MoonEPCommPlan, Transport
 
 __all__ = ["Buffer", "MoonEPCommPlan"]
 
@@ -52,7 +53,7 @@ class Buffer(Transport):
         full_gate_scale: Tensor | None = None,
         full_up_scale: Tensor | None = None,
         full_down_scale: Tensor | None = None,
-    ) -> Event | None:
+    ) -> Any:
         """Copy the rows of the experts in my slots into rows ``[E, E+B)`` (W1, W2).
 
         Args:
@@ -69,12 +70,17 @@ class Buffer(Transport):
         refusal = self._weights_refusal(weights, scales) or self._rows_refusal(weights)
         if refusal:
             raise AssertionError(refusal)
-        copies = plan.experts_to_copy[self.rank].long()
-        used = copies >= 0
-        for tensor in [*weights, *scales]:
-            if tensor is not None:
-                tensor[self.layout.E :][used] = tensor[copies[used]]
-        return Event() if async_finish else None
+        slots, experts = moves_of(plan, self.rank, self.device).pulls
+        tensors = [tensor for tensor in [*weights, *scales] if tensor is not None]
+
+        def work() -> tuple[()]:
+            with self.leases.writing("slots", [self.rank]):
+                for tensor in tensors:
+                    tensor[self.layout.E :][slots] = tensor[experts]
+            return ()
+
+        _, event = self._lane.run(work, tensors, async_finish)
+        return event if async_finish else None
 
     def reduce_grad(
         self,
@@ -86,7 +92,7 @@ class Buffer(Transport):
         up_reduce_buffer: Tensor,
         down_reduce_buffer: Tensor,
         async_finish: bool = False,
-    ) -> Event | None:
+    ) -> Any:
         """Add the slots' gradients to the owners' rows of the full gradients, and zero the slots (R1, R2).
 
         Args:
@@ -107,10 +113,7 @@ class Buffer(Transport):
             "up": (full_up_grad, up_reduce_buffer),
             "down": (full_down_grad, down_reduce_buffer),
         }
-        for name, (grad, buffer) in pairs.items():
-            self._reduce(name, plan.experts_to_copy, grad[own], buffer)
-        self._clear(plan.experts_to_copy, [buffer for _, buffer in pairs.values()])
-        return Event() if async_finish else None
+        return self._reduce_all(plan, {n: (grad[own], b) for n, (grad, b) in pairs.items()}, async_finish)
 
     def _rows_refusal(self, weights: list[Tensor]) -> str | None:
         rows = self.layout.E + self.layout.num_slots

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from moonep_validate.reference.transport import PROJECTIONS, Event, MoonEPCommPlan, Transport
-from moonep_validate.worlds.comm import all_to_all, barrier
+from moonep_validate.reference.transport import PROJECTIONS, MoonEPCommPlan, Transport
 
 __all__ = ["Buffer", "MoonEPCommPlan"]
 
@@ -55,7 +53,7 @@ class Buffer(Transport):
         gate_scale_prefetch_buffer: Tensor | None = None,
         up_scale_prefetch_buffer: Tensor | None = None,
         down_scale_prefetch_buffer: Tensor | None = None,
-    ) -> Event | None:
+    ) -> Any:
         """Push the weights of my copied experts into the peers' slots (W1 to W5); collective.
 
         Args:
@@ -75,10 +73,16 @@ class Buffer(Transport):
         pool_scales = [gate_scale_prefetch_buffer, up_scale_prefetch_buffer, down_scale_prefetch_buffer]
         refusal = self._weights_refusal(local, [*local_scales, *pool_scales]) or self._pool_refusal(local, pools)
         self._agree("prefetch", refusal)
-        pairs = zip([*local, *local_scales], [*pools, *pool_scales], strict=True)
-        self._push(plan.experts_to_copy, [(a, b) for a, b in pairs if a is not None and b is not None])
-        barrier(self.group, "prefetch exit")
-        return Event() if async_finish else None
+        every = zip([*local, *local_scales], [*pools, *pool_scales], strict=True)
+        pairs = [(a, b) for a, b in every if a is not None and b is not None]
+
+        def work() -> tuple[()]:
+            self._push(plan, pairs)
+            self.group.fence("prefetch exit", self._all_rows)
+            return ()
+
+        _, event = self._lane.run(work, [tensor for pair in pairs for tensor in pair], async_finish)
+        return event if async_finish else None
 
     def reduce_grad(
         self,
@@ -91,7 +95,7 @@ class Buffer(Transport):
         gate_reduce_buffer: Tensor,
         up_reduce_buffer: Tensor,
         down_reduce_buffer: Tensor,
-    ) -> Event | None:
+    ) -> Any:
         """Add the slots' gradients to the owners' gradients, and zero the slots (R1, R2).
 
         Args:
@@ -109,10 +113,7 @@ class Buffer(Transport):
             "up": (local_up_grad, up_reduce_buffer),
             "down": (local_down_grad, down_reduce_buffer),
         }
-        for name, (grad, buffer) in pairs.items():
-            self._reduce(name, plan.experts_to_copy, grad, buffer)
-        self._clear(plan.experts_to_copy, [buffer for _, buffer in pairs.values()])
-        return Event() if async_finish else None
+        return self._reduce_all(plan, pairs, async_finish)
 
     def _pool_refusal(self, local: list[Tensor], pools: list[Tensor]) -> str | None:
         for name, mine, pool in zip(PROJECTIONS, local, pools, strict=True):
@@ -122,14 +123,3 @@ class Buffer(Transport):
                     f"{name}_prefetch_buffer is {pool.dtype} {tuple(pool.shape)}, {mine.dtype} {shape} is needed"
                 )
         return None
-
-    def _push(self, copies: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Send rows of the local tensors to the ranks that copy them, into their own pools."""
-        per_rank = self.layout.experts_per_rank
-        owner = torch.where(copies >= 0, copies // per_rank, -1)
-        rows = [copies[d][owner[d] == self.rank].long() - self.rank * per_rank for d in range(self.layout.R)]
-        sent = [[local[row] for local, _ in pairs] if len(row) else [] for row in rows]
-        for source, received in enumerate(all_to_all(self.group, "prefetch", sent)):
-            slots = torch.nonzero(owner[self.rank] == source)[:, 0]
-            for (_, pool), tensor in zip(pairs, received, strict=False):
-                pool[self.rank, slots] = tensor

@@ -28,6 +28,6 @@ def _real() -> str | None:
 if (_found := _real()) is not None:
     raise ImportError(f"the stand-in for moonep is on the import path beside a real moonep ({_found}); remove one")
 
-from moonep_validate.reference.on_device import Buffer, MoonEPCommPlan  # noqa: E402
+from moonep_validate.reference.moonep_a import Buffer, MoonEPCommPlan  # noqa: E402
 
 __all__ = ["Buffer", "MoonEPCommPlan", "__version__"]

@@ -1,0 +1,113 @@
+"""How do processes reach each other's memory? Through one shared file on the CPU, peer to peer between GPUs.
+
+On the CPU every rank maps the same unlinked file, so that rows of peers are ordinary memory. Between GPUs it is
+PyTorch's symmetric memory over NVLink, without multicast. Both are what a one-sided library does: a rank writes
+into a peer's rows, and only a fence says when they are there.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+#: A folder in memory, where there is one.
+_SHARED = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """Memory of all ranks.
+
+    Attributes:
+        tensor: ``[size, *shape]``; row ``rank`` is mine.
+        rows: the row of every rank, mapped here.
+        barrier: makes the current stream wait until every rank's stream is here; None where the host has to wait.
+        handle: what keeps the mapping alive.
+    """
+
+    tensor: Tensor
+    rows: Sequence[Tensor]
+    barrier: Callable[[], None] | None = None
+    handle: Any = None
+
+
+def allocate(comm: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Mapped | None:
+    """Allocate ``[size, *shape]`` over all ranks, uninitialised; collective.
+
+    Args:
+        comm: a ``DistComm``.
+        name: says in errors what it is for.
+        shape: of one rank's row.
+        dtype: of the elements.
+
+    Returns:
+        None on every rank, if any rank cannot map the others' memory.
+    """
+    make = _on_gpus if comm.device.type == "cuda" else _in_a_file
+    return make(comm, name, shape, dtype)
+
+
+def _in_a_file(comm: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Mapped | None:
+    count = comm.size * prod(shape)
+    path = _new_file(count * dtype.itemsize) if comm.rank == 0 else None
+    path = comm.exchange(f"symmetric {name}", path)[0]
+    memory, problem = None, None
+    try:
+        memory = (
+            torch.from_file(path, shared=True, size=count, dtype=dtype) if count else torch.empty(0, dtype=dtype)
+        )
+    except (OSError, RuntimeError, TypeError) as error:
+        problem = str(error)
+    answers = comm.exchange(f"symmetric {name} mapped", problem)
+    if comm.rank == 0 and path is not None:
+        Path(path).unlink(missing_ok=True)
+    if memory is None or any(answers):
+        return None
+    tensor = memory.view(comm.size, *shape)
+    return Mapped(tensor, tensor.unbind(0))
+
+
+def _new_file(num_bytes: int) -> str | None:
+    """A file of this size that the kernel has really given memory, or None."""
+    folder = _SHARED if os.access(_SHARED, os.W_OK) else None
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="moonep-validate-", dir=folder)
+    except OSError:
+        return None
+    try:
+        if num_bytes:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError:  # no room: the ranks fall back to messages
+        Path(path).unlink()
+        return None
+    finally:
+        os.close(descriptor)
+    return path
+
+
+def _on_gpus(comm: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Mapped | None:
+    """Row ``rank`` is a symmetric allocation of this GPU, repeated over the first axis without memory."""
+    import torch.distributed._symmetric_memory as symm
+
+    group: Any = comm.group if comm.group is not None else dist.group.WORLD
+    mine, problem = None, None
+    try:
+        mine = symm.empty(tuple(shape), dtype=dtype, device=comm.device)
+    except RuntimeError as error:
+        problem = str(error)
+    if any(comm.exchange(f"symmetric {name}", problem)) or mine is None:
+        return None
+    handle = symm.rendezvous(mine, group.group_name)
+    rows = [
+        mine if peer == comm.rank else handle.get_buffer(peer, tuple(shape), dtype) for peer in range(comm.size)
+    ]
+    return Mapped(mine.expand(comm.size, *shape), rows, lambda: handle.barrier(channel=0), handle)
