@@ -73,6 +73,8 @@ class Library:
         Raises:
             GuardError: if the kernel wrote behind its output.
         """
+        if kind == "fp8":
+            x = (x[0], self._scales(x[1]))
         rows, width = len(ids), (weight if kind == "bf16" else weight[0]).shape[1]
         guards = self.alignment() if self.guarded else 0
         whole = torch.full((rows + guards, width), _GUARD, dtype=torch.bfloat16, device=ids.device)
@@ -81,6 +83,14 @@ class Library:
             row = int(touched.nonzero()[0])
             raise GuardError(f"{ENTRIES[kind]} wrote row {rows + row} of an output of {rows} rows")
         return whole[:rows]
+
+    def _scales(self, scales: Tensor) -> Tensor:
+        """Row scales as the build takes them: early ones want them transposed and aligned, later ones do it."""
+        align = getattr(self.module, "get_col_major_tma_aligned_tensor", None)
+        if align is None or hasattr(self.module, "transform_sf_into_required_layout"):
+            return scales
+        aligned: Tensor = align(scales)
+        return aligned
 
 
 def compute(

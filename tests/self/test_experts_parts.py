@@ -345,3 +345,18 @@ def test_a_sample_of_rows_is_enough_to_judge_the_experts(line: str) -> None:
     faulty = Job(keep="columns", faults=(parse_fault("group-index-off-by-one"),))
     results = run_case(faulty, Case.parse(line))[1].results
     assert "failed" in {r.status for r in results if r.check == "P1"}
+
+
+def test_an_early_build_gets_its_scales_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def align(scales: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(scales.shape))
+        return scales.T.contiguous().T
+
+    monkeypatch.setattr(fake, "get_col_major_tma_aligned_tensor", align, raising=False)
+    deepgemm.attempt(fake.library(), "fp8", "cpu")
+    assert seen == [(96, 2)]
+    monkeypatch.setattr(fake, "transform_sf_into_required_layout", None, raising=False)
+    deepgemm.attempt(fake.library(), "fp8", "cpu")
+    assert len(seen) == 1
