@@ -4,8 +4,8 @@ One rounding to BF16 (8 significant bits) of a value v errs by at most half a un
 evenly: its variance is ulp(v)**2 / 12. A float32 accumulation of n products adds at most about
 sqrt(n) * 2**-24 * ||products||_2. Variances are propagated through the layer by its own derivatives
 (oracle/dense.py), and an element may be 6 standard deviations off: for a normal error that is one element in
-500 million. Seen on correct code: the median of |error| / sigma is 0.69 (0.67 for a normal error), so the
-bound is neither loose nor tight.
+500 million. Seen on correct code: the median of |error| / sigma is 0.69, with FP8 inputs and weights 0.68 (0.67
+for a normal error), so the bound is neither loose nor tight.
 """
 
 from __future__ import annotations
