@@ -148,7 +148,7 @@ def make_job(
     if subject != "reference":
         if module or api or policy or relaxed or destructive or experts != DEFAULT:
             raise CaseError(
-                f"--subject {subject}: --moonep-module, --api, --policy, --relaxed, --destructive and --experts "
+                f"--subject {subject}: --moonep-module, --experts, --api, --policy, --relaxed and --destructive "
                 "go without it; an engine takes the moonep that it can import, and has its own experts"
             )
         device = device or ("cuda" if torch.cuda.device_count() > 1 else "cpu")
