@@ -30,7 +30,7 @@ _LARGE = Case.parse("genB+R16+E896+K16+S4096+H8+pad128+zipf:1.0")
 _SMALL = Case.parse("genB+R4+E16+K4+S16")
 _NAIVE_TOKENS = (128, 256, 512)
 _REPEATS = 5
-_PROCESSES, _MANY, _SEEDS = 2, 200, 6
+_PROCESSES, _MANY, _SEEDS, _ROUNDS = 2, 200, 6, 10
 
 
 def core(console: Console, naive: Path | None) -> None:
@@ -58,6 +58,28 @@ def core(console: Console, naive: Path | None) -> None:
         with ProcessPoolExecutor(_PROCESSES, mp_context=get_context("spawn")) as pool:
             rate = sum(60 / seconds for seconds in pool.map(_many_small, [case] * _PROCESSES))
         say(f"{case}, recorded and judged in {_PROCESSES} processes (pytest -n {_PROCESSES}): {rate:.0f} a minute")
+
+
+def worlds(console: Console) -> None:
+    """Small cases a second of four ranks as processes against threads, and what a pool costs to start."""
+    rates, case = {}, _SMALL
+    for world in ("threads", "processes"):
+        job = Job(world=world)
+        start = time.perf_counter()
+        assert run_case(job, case)[1].ok
+        if world == "processes":
+            console.print(f"first case in {world}: {time.perf_counter() - start:.1f} s", highlight=False)
+        cases = [case.but(seed=seed) for seed in range(_SEEDS)] * _ROUNDS
+        for one in cases[:_SEEDS]:
+            run_case(job, one)
+        start = time.perf_counter()
+        for one in cases:
+            run_case(job, one)
+        rates[world] = len(cases) / (time.perf_counter() - start)
+    for world, rate in rates.items():
+        console.print(f"{case} in {world}: {rate:.1f} cases a second", highlight=False)
+    ratio = rates["threads"] / rates["processes"]
+    console.print(f"a case in processes takes {ratio:.2f}x its time in threads", highlight=False)
 
 
 def _many_small(case: Case) -> float:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from moonep_validate import __version__, commands_formats
+from moonep_validate import __version__, commands_formats, commands_worlds
 from moonep_validate.case import VOCABULARY, Case, CaseError, Spec
 from moonep_validate.profiles import PROFILES, default_profile, for_generations, profile
 
@@ -40,6 +40,8 @@ app = typer.Typer(
     epilog="Exit codes: 0 passed, 1 failed, 2 interrupted, 3 internal error, 4 usage, 5 nothing ran, 10 vacuous, "
     "11 fault not exercised, 12 unknown, 13 hung, 14 error of the suite.",
 )
+app.command()(commands_worlds.bench)
+app.command()(commands_worlds.races)
 _out = Console(width=None if sys.stdout.isatty() else 120)
 
 CaseOption = Annotated[list[str] | None, typer.Option("--case", help="A case line; may be repeated.")]
@@ -62,8 +64,15 @@ PathOption = Annotated[
 ]
 DeviceOption = Annotated[
     str | None,
-    typer.Option(help="Where an engine's tensors live: cpu or cuda; by default cuda if there are GPUs."),
+    typer.Option(help="Where tensors live: cpu or cuda; by default cpu, for an engine cuda if there are GPUs."),
 ]
+WorldOption = Annotated[
+    str | None, typer.Option(help="threads or processes: where ranks run; by default the subject's own way.")
+]
+RecordOption = Annotated[
+    str, typer.Option("--record", help="What to keep of large tensors: plan, digest, columns[:N] or full.")
+]
+RanksOption = Annotated[int | None, typer.Option(min=1, help="Only the cases of so many ranks.")]
 RequireOption = Annotated[
     list[str] | None,
     typer.Option(help="STAGE=PACKAGE that must really run, e.g. load=vllm or transport=moonep; else exit code 1."),
@@ -71,9 +80,7 @@ RequireOption = Annotated[
 WaiversOption = Annotated[
     str | None, typer.Option(help="File of known defects of an engine; none: no waivers; else those we ship.")
 ]
-ExpertsOption = Annotated[
-    str, typer.Option(help="Who computes expert rows: torch, deep_gemm, MODULE:FUNCTION, ... (see experts/).")
-]
+ExpertsOption = Annotated[str, typer.Option(help="Who computes expert rows: torch, deep_gemm, MODULE:FUNCTION.")]
 RelaxedOption = Annotated[bool, typer.Option("--relaxed", help="Also run cases that real hardware refuses.")]
 
 DestructiveOption = Annotated[
@@ -90,6 +97,7 @@ _NO_OPTIONS: dict[str, Any] = {
 }
 
 
+@app.command("parity", help=f"Like run, as one rank of torchrun: {commands_worlds.PARITY} [options of run]")
 @app.command()
 def run(
     context: typer.Context,
@@ -100,6 +108,8 @@ def run(
     ] = None,
     subject: SubjectOption = "reference",
     sglang_path: PathOption = None,
+    world: WorldOption = None,
+    ranks: RanksOption = None,
     device: DeviceOption = None,
     waivers: WaiversOption = None,
     moonep_module: ModuleOption = None,
@@ -110,6 +120,7 @@ def run(
     destructive: DestructiveOption = False,
     fault: FaultOption = None,
     deadline: DeadlineOption = 30.0,
+    record: RecordOption = "full",
     out: Annotated[Path | None, typer.Option(help="Folder for report.json and traces.")] = None,
     require: RequireOption = None,
     keep: Annotated[
@@ -118,15 +129,13 @@ def run(
     shrink_seconds: Annotated[float, typer.Option(help="Time to shrink the first failure; 0 to leave it.")] = 10.0,
 ) -> None:
     """Judge a subject on a profile, or on the cases given."""
-    lines = [Case.parse(text) for text in case or ()]
     profile_name = profile_name or default_profile(subject)
-    listed = profile(profile_name)
-    job = _job(context.params)
-    cases = lines or for_generations(listed, (job.generation,) if job.generation else ("A", "B"))
+    job, cases = _job_and_cases(context.params, profile_name)
     if require:
         _require(job, require)
     _one_of("--keep", keep, ("failed", "all", "none"))
-    folder = _folder(out) if out else None
+    here = commands_worlds.joined(context.info_name, job, cases, lambda: _folder(out) if out else None)
+    job, cases, folder = here.job, here.cases, here.folder
     from moonep_validate.engine import run_case
 
     def record_and_judge(one: Case) -> tuple[Trace, Verdict]:
@@ -136,7 +145,9 @@ def run(
         return trace, verdict
 
     title = f"profile {profile_name}" if not case else f"{len(cases)} case{'s' * (len(cases) > 1)}"
-    _finish(_judge_all(cases, record_and_judge, job, title, folder, shrink_seconds))
+    summary = _judge_all(cases, here.judged(record_and_judge), job, title, folder, shrink_seconds)
+    here.end(summary.exit_code)
+    _finish(summary)
 
 
 @app.command()
@@ -160,6 +171,7 @@ def shrink(
     case: Annotated[str, typer.Option("--case", help="A failing case line.")],
     subject: SubjectOption = "reference",
     sglang_path: PathOption = None,
+    world: WorldOption = None,
     device: DeviceOption = None,
     waivers: WaiversOption = None,
     moonep_module: ModuleOption = None,
@@ -170,6 +182,7 @@ def shrink(
     destructive: DestructiveOption = False,
     fault: FaultOption = None,
     deadline: DeadlineOption = 30.0,
+    record: RecordOption = "full",
     seconds: Annotated[float, typer.Option(min=1.0, help="Budget.")] = 60.0,
 ) -> None:
     """Find the smallest case that fails in the same way."""
@@ -228,20 +241,6 @@ def plan(
             sys.stdout.write(plan_json(one, stats) + "\n")
         else:
             show_plan(_out, one, stats, title)
-
-
-@app.command()
-def bench(
-    what: Annotated[str, typer.Argument(help="core")] = "core",
-    naive: Annotated[Path | None, typer.Option(help="Naive loop planner to compare with.")] = Path(
-        "tests/self/naive_plan.py"
-    ),
-) -> None:
-    """Print speed ratios measured in one run."""
-    _one_of("bench", what, ("core",))
-    from moonep_validate.bench import core
-
-    core(_out, naive if naive and naive.is_file() else None)
 
 
 @app.command()
@@ -460,6 +459,16 @@ def _other(error: Exception) -> int:
     return INTERNAL
 
 
+def _job_and_cases(options: Mapping[str, Any], profile_name: str) -> tuple[Job, list[Case]]:
+    """What a run judges, and on which cases: those given, else the profile's, by Buffer key."""
+    lines, listed = [Case.parse(text) for text in options["case"] or ()], profile(profile_name)
+    job = _job(options)
+    from moonep_validate.engine import select_cases
+
+    cases = lines or for_generations(listed, (job.generation,) if job.generation else ("A", "B"))
+    return job, select_cases(job, cases, options["ranks"], keep_order=bool(lines))
+
+
 def _job(options: Mapping[str, Any]) -> Job:
     """The job of a command, from its own parameters."""
     from moonep_validate.engine import make_job
@@ -476,6 +485,8 @@ def _job(options: Mapping[str, Any]) -> Job:
             path=options["sglang_path"],
             waivers="" if options["waivers"] == "none" else options["waivers"],
             experts=options["experts"],
+            world=options.get("world"),
+            keep=options.get("record", "full"),
             **given,
         )
 

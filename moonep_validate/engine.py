@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -35,6 +35,7 @@ from moonep_validate.verdict import NO_CHECK, STAGES, Finding, Result, Verdict
 from moonep_validate.waivers import SHIPPED, Waiver, read_waivers, waive
 from moonep_validate.witnesses import count_witnesses, vacuous_reasons
 from moonep_validate.worlds import processes, threads
+from moonep_validate.worlds.autopsy import how_ended
 from moonep_validate.worlds.comm import Comm
 
 #: What check F1 promises; it needs no comparison and so no entry in ``CHECKS``.
@@ -60,6 +61,7 @@ class Job:
         engine_part: what the engine is.
         not_run: why nothing can run on this engine here, or None.
         path: a folder that goes first on the import path of the workers.
+        world: ``threads``, ``processes`` or ``torchrun``; None is the subject's own.
         device: ``cpu`` or ``cuda``.
         relaxed: run cases on the module that real hardware refuses.
         destructive: run bad input on the module that may trap, hang or end the process.
@@ -68,6 +70,8 @@ class Job:
         experts: who computes the expert rows around a Buffer, see ``experts.find``.
         experts_part: what that is, or None where it cannot run.
         keep: how much of each tensor is recorded, see keep.py.
+        first_deadline: the same in the first case of a Buffer key, where memory is mapped and kernels compiled;
+            None is three times the deadline.
         waivers: a file of known defects; None is what ships with the suite, an empty text is none.
         options: the command-line options beside ``--case`` and ``--fault`` that lead to this job.
     """
@@ -79,6 +83,7 @@ class Job:
     engine_part: Part | None = None
     not_run: str | None = None
     path: str | None = None
+    world: str | None = None
     device: str = "cpu"
     relaxed: bool = False
     destructive: bool = False
@@ -86,6 +91,7 @@ class Job:
     deadline: float = 30.0
     experts: str = DEFAULT
     experts_part: Part | None = None
+    first_deadline: float | None = None
     keep: str = "full"
     waivers: str | None = None
     options: str = ""
@@ -99,8 +105,20 @@ class Job:
     @property
     def environment(self) -> dict[str, str]:
         """Variables of the worker processes."""
-        relaxed = {"MOONEP_VALIDATE_RELAXED": "1"} if self.relaxed else {}
-        return relaxed | (engines.environment(self.engine, self.path, self.device) if self.engine else {})
+        ours = {"MOONEP_VALIDATE_RELAXED": "1"} if self.relaxed else {}
+        if self.engine:
+            return ours | engines.environment(self.engine, self.path, self.device)
+        return ours | ({engines.DEVICE: self.device} if self.device != "cpu" else {})
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the subject is our own reference, all of whose collectives go through our ``Comm``."""
+        return self.module is None and self.engine is None
+
+    @property
+    def deadline_at_first(self) -> float:
+        """Seconds without a sign of life in the first case of a Buffer key."""
+        return 3 * self.deadline if self.first_deadline is None else self.first_deadline
 
     @property
     def start_request(self) -> bytes | None:
@@ -136,6 +154,7 @@ def make_job(
     device: str | None = None,
     waivers: str | None = None,
     experts: str = DEFAULT,
+    world: str | None = None,
     keep: str = "full",
 ) -> Job:
     """A job from command-line text; asks a module or an engine what it is.
@@ -145,7 +164,13 @@ def make_job(
             judged, or an engine whose calls do not fit the ``moonep`` that it would get.
     """
     parsed = tuple(parse_fault(text) for text in faults)
+    keep = str(Keep.parse(keep))
+    _refuse_world(world, device, module or (subject if subject != "reference" else None))
     if subject != "reference":
+        if keep != "full":
+            raise CaseError(
+                f"--record {keep} goes with a Buffer; an engine's cases are small and recorded in full"
+            )
         if module or api or policy or relaxed or destructive or experts != DEFAULT:
             raise CaseError(
                 f"--subject {subject}: --moonep-module, --experts, --api, --policy, --relaxed and --destructive "
@@ -155,17 +180,21 @@ def make_job(
         job = Job(engine=subject, path=path, device=device, faults=parsed, deadline=deadline, waivers=waivers)
         _waivers(waivers)  # a bad file is said before anything starts
         return _engine_job(job)
-    if path or device or waivers:
-        raise CaseError("--sglang-path, --device and --waivers go with --subject vllm or --subject sglang")
+    if path or waivers:
+        raise CaseError("--sglang-path and --waivers go with --subject vllm or --subject sglang")
+    device = device or "cpu"
+    world = world or ("processes" if device == "cuda" else None)
+    given = {"moonep-module": module, "api": api, "policy": policy}
+    given |= {"world": world if module is None else None, "device": device if device != "cpu" else None}
+    options = " ".join(f"--{name} {value}" for name, value in given.items() if value)
     if module is None:
         if api or policy or relaxed or destructive:
             raise CaseError("--api, --policy, --relaxed and --destructive go with --moonep-module")
-        return _with_experts(Job(faults=parsed, deadline=deadline), experts)
-    given = {"moonep-module": module, "api": api, "policy": policy}
-    options = " ".join(f"--{name} {value}" for name, value in given.items() if value)
+        job = Job(world=world, device=device, faults=parsed, deadline=deadline, keep=keep, options=options)
+        return _with_experts(job, experts)
     options += " --relaxed" * relaxed + " --destructive" * destructive
     job = Job(module, None, None, relaxed=relaxed, destructive=destructive, faults=parsed, deadline=deadline)
-    job = replace(job, options=options)
+    job = replace(job, world=world, device=device, keep=keep, options=options)
     generation, part = probe(module, api, policy, job.environment)
     return _with_experts(replace(job, generation=generation, part=part), experts)
 
@@ -179,6 +208,51 @@ def _with_experts(job: Job, name: str) -> Job:
     if isinstance(answer, str):
         return replace(job, experts=name, not_run=answer, options=options)
     return replace(job, experts=name, experts_part=answer, options=options)
+
+
+def _refuse_world(world: str | None, device: str | None, outside: str | None) -> None:
+    """Raise for a world in which the subject does not run."""
+    if world not in (None, "threads", "processes"):
+        raise CaseError(f"--world is {world!r}; known: threads, processes")
+    if world == "threads" and outside:
+        raise CaseError(f"--world threads: code from outside ({outside}) runs in processes only")
+    if world == "threads" and device == "cuda":
+        raise CaseError("--world threads: on cuda each rank is a process with a GPU of its own; use processes")
+
+
+def buffer_key(case: Case) -> tuple[object, ...]:
+    """What a Buffer is built for, and its kernels compiled: cases with one key share that cost in a worker."""
+    return (case.R, case.generation, case.E, case.K, case.S, case.H, case.I, case.slots, case.pad)
+
+
+def too_few_gpus(job: Job, ranks: int) -> str | None:
+    """Why a case of so many ranks cannot run on the GPUs of this host, or None."""
+    if job.device != "cuda" or job.world == "torchrun" or (found := torch.cuda.device_count()) >= ranks:
+        return None
+    return f"--device cuda needs a GPU for each of {ranks} ranks; torch sees {found}"
+
+
+def select_cases(job: Job, cases: Sequence[Case], ranks: int | None, keep_order: bool = False) -> list[Case]:
+    """The cases of so many ranks; for a world of processes those of one Buffer key together.
+
+    Args:
+        job: what will run.
+        cases: to choose from.
+        ranks: how many, or None for all.
+        keep_order: leave the order as it is.
+
+    Raises:
+        CaseError: if there are none, or fewer GPUs than ranks; it says how many there are.
+    """
+    chosen = [case for case in cases if ranks in (None, case.R)]
+    if not chosen:
+        known = ", ".join(map(str, sorted({case.R for case in cases}))) or "none"
+        raise CaseError(f"--ranks {ranks}: no case has R={ranks}; there are cases of R = {known}")
+    if ranks is not None and (reason := too_few_gpus(job, ranks)):
+        raise CaseError(reason)
+    if keep_order or (job.world or subject_of(job).world) == "threads":
+        return chosen
+    return sorted(chosen, key=lambda case: tuple(map(str, buffer_key(case))))
 
 
 def _engine_job(job: Job) -> Job:
@@ -282,12 +356,10 @@ def record(job: Job, case: Case) -> Trace:
     """
     trace, subject = open_trace(job, case), subject_of(job)
     trace.calls = [[] for _ in range(case.R)]
-    if reason := subject.supports(case) or _needs_gpu(job, case):
+    if reason := subject.supports(case) or _needs_gpu(job, case) or too_few_gpus(job, case.R):
         trace.not_run = reason
-    elif subject.world == "threads":
-        _record_in_threads(job, case, trace)
     else:
-        _record_in_processes(job, case, trace)
+        RECORDERS[job.world or subject.world](job, case, trace)
     return trace
 
 
@@ -330,22 +402,30 @@ def _record_in_processes(job: Job, case: Case, trace: Trace) -> None:
     request = json.dumps({"job": job.to_json(), "case": str(case)}).encode()
     try:
         pool = processes.pool(case.R, job.environment, job.start_request)
-        replies = pool.run(request, job.deadline, job.reset_request)
+        key = str(buffer_key(case))
+        replies = pool.run(request, job.deadline, job.reset_request, key, job.deadline_at_first)
     except (OSError, RuntimeError) as error:
         trace.errors.append(f"the worker processes could not run this case: {error}")
         return
+    trace.autopsy = pool.autopsy
+    waited = pool.autopsy.get("silent") or job.deadline
     stacks = [reply.stack for reply in replies if reply.stack is not None]
     deadlock = bool(stacks) and all(map(processes.in_collective, stacks))
     for rank, reply in enumerate(replies):
         if reply.data is not None:
-            part = Trace.from_bytes(reply.data[1:], f"the answer of rank {rank}")
-            trace.calls[rank], trace.relations = part.calls[0], part.relations or trace.relations
-            trace.errors += [f"rank {rank}: {error}" for error in part.errors]
+            add_part(trace, rank, reply.data[1:])
         else:
-            trace.calls[rank] = _calls_of_lost_rank(rank, reply, trace, job.deadline, deadlock)
+            trace.calls[rank] = calls_of_lost_rank(rank, reply, trace, waited, deadlock)
 
 
-def _calls_of_lost_rank(
+def add_part(trace: Trace, rank: int, data: bytes) -> None:
+    """Take what one rank recorded into the trace of all."""
+    part = Trace.from_bytes(data, f"the answer of rank {rank}")
+    trace.calls[rank], trace.relations = part.calls[0], part.relations or trace.relations
+    trace.errors += [f"rank {rank}: {error}" for error in part.errors]
+
+
+def calls_of_lost_rank(
     rank: int, reply: processes.Reply, trace: Trace, deadline: float, deadlock: bool
 ) -> list[Call]:
     """What is known of a rank that sent no data: the calls it entered, and why the last one has no end."""
@@ -359,7 +439,7 @@ def _calls_of_lost_rank(
     elif not stuck:
         kind, message = "PeerFailed", "stopped while waiting for its peers"
         if reply.ended is not None:
-            kind, message = "ProcessEnded", f"the process ended with exit code {reply.ended}"
+            kind, message = "ProcessEnded", f"the process {how_ended(reply.ended)}"
         elif deadlock:  # nobody failed and nobody is busy, so the peers that it waits for are done
             kind, message = "Deadlock", f"rank {rank} waits in {last.op} for peers that do not come"
         for call in calls:
@@ -368,6 +448,13 @@ def _calls_of_lost_rank(
                 peer = kind == "PeerFailed"
                 call.error = {"type": kind, "message": message, "where": "outside Python", "peer": peer}
     return calls
+
+
+#: World -> how a case is recorded there; parity.py adds ``torchrun`` in a process that torchrun started.
+RECORDERS: dict[str, Callable[[Job, Case, Trace], None]] = {
+    "threads": _record_in_threads,
+    "processes": _record_in_processes,
+}
 
 
 def judge(trace: Trace, checks: Sequence[Check] | None = None) -> Verdict:
@@ -386,6 +473,8 @@ def judge(trace: Trace, checks: Sequence[Check] | None = None) -> Verdict:
         if any(op not in _NO_STEP for op in step.ops()):
             results += [run_check(c, step, trace) for c in (CHECKS.values() if checks is None else checks)]
             results += relation_results(step, trace)
+    if trace.autopsy:
+        results = _explained(results, trace.autopsy["diagnosis"])
     counts = count_witnesses(trace.case, steps.values())
     return Verdict(
         case=trace.case,
@@ -395,6 +484,7 @@ def judge(trace: Trace, checks: Sequence[Check] | None = None) -> Verdict:
         vacuous=vacuous_reasons(trace.case, steps.values(), counts),
         measures=measures(steps.values()),
         errors=trace.errors,
+        autopsy=trace.autopsy,
         reproducer=trace.reproducer,
     )
 
@@ -449,6 +539,16 @@ def _returns(trace: Trace, step: Step) -> list[Result]:
         level = trace.parts[stage].level
         results.append(Result("F1", stage, step.name, status, level, len(calls), tuple(findings)))
     return results
+
+
+def _explained(results: list[Result], diagnosis: str) -> list[Result]:
+    """The autopsy's sentence is the first finding at the earliest stage that did not return."""
+    broken = [result for result in results if result.check == "F1" and result.findings]
+    if not broken:
+        return results
+    first = min((r for r in broken if r.step == broken[0].step), key=lambda r: STAGES.index(r.stage))
+    told = Finding("autopsy", {}, "every rank goes on", diagnosis)
+    return [replace(r, findings=(told, *r.findings)) if r is first else r for r in results]
 
 
 def _broken(trace: Trace, rank: int, call: Call) -> Finding | None:

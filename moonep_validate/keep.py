@@ -100,13 +100,14 @@ def sampled_rows(end: int, count: int = SAMPLED_ROWS) -> Tensor:
     """Which of the rows ``[0, end)`` of the experts are kept whole: int64, ascending."""
     if end <= count:
         return torch.arange(end)
-    return below(hashed("sampled rows", end, torch.arange(count)), end).unique()
+    chosen: Tensor = below(hashed("sampled rows", end, torch.arange(count)), end).unique()
+    return chosen
 
 
 @lru_cache(maxsize=16)
 def _coefficients(count: int, device: torch.device) -> Tensor:
     """Odd int64 coefficients, ``[count, 2]``."""
-    return hashed("digest", 0, torch.arange(count)[:, None], torch.arange(2)).to(device) | 1
+    return (hashed("digest", 0, torch.arange(count)[:, None], torch.arange(2)) | 1).to(device)
 
 
 def digest(tensor: Tensor) -> Tensor:

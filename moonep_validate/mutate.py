@@ -93,6 +93,11 @@ class Outcome:
         return {**asdict(self), "killed": self.killed, "located": self.located, "bugs": self.bugs.split()}
 
 
+def _here(job: Job, fault: Fault) -> bool:
+    """Whether a fault can show where the job runs."""
+    return job.device == "cuda" or not fault.needs_gpu
+
+
 def chosen(job: Job, ids: Sequence[str] = (), kinds: Sequence[str] = ()) -> list[Fault]:
     """The faults that a subject can host, all or those asked for.
 
@@ -109,7 +114,7 @@ def chosen(job: Job, ids: Sequence[str] = (), kinds: Sequence[str] = ()) -> list
     hosted = [
         fault
         for fault in FAULTS.values()
-        if ids or fault.for_engine is None or fault.for_engine == bool(job.engine)
+        if ids or ((fault.for_engine is None or fault.for_engine == bool(job.engine)) and _here(job, fault))
     ]
     named = [fault for fault in hosted if not ids or fault.id in ids]
     return [fault for fault in named if not kinds or set(kinds) & set(fault.bugs.split())]

@@ -4,17 +4,19 @@ It loads without importing torch, so that it costs nothing in a session that doe
 
 Fixtures:
     moonep_case: one case of the profile (or of ``--moonep-case``); parametrises the test.
+    moonep_gpus: a function that leases GPUs for a test.
     moonep_verdict: that case recorded and judged; a case that the subject cannot run is skipped with the reason.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from moonep_validate import __version__
+from moonep_validate import __version__, plugin_worlds
 from moonep_validate.case import Case, CaseError
 from moonep_validate.profiles import PROFILES, default_profile, for_generations, profile
 
@@ -36,7 +38,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--moonep-case", action="append", default=[], help="a case line in place of the profile; repeatable")
     add("--moonep-subject", default="reference", help="reference, vllm, sglang, or MODULE:CLASS of an integration")
     add("--moonep-sglang-path", help="folder with the package sglang; first on the import path of the ranks")
-    add("--moonep-device", choices=("cpu", "cuda"), help="where an engine's tensors live; cuda if there are GPUs")
+    add(
+        "--moonep-device",
+        choices=("cpu", "cuda"),
+        help="where tensors live; cpu, for an engine cuda if there are GPUs",
+    )
     add("--moonep-waivers", help="file of known defects of an engine; none: no waivers; else those we ship")
     add("--moonep-require", action="append", default=[], help="STAGE=PACKAGE that must really run, e.g. load=vllm")
     add("--moonep-module", help="importable module with MoonEP's Buffer; else the embedded reference is judged")
@@ -50,6 +56,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--moonep-relaxed", action="store_true", help="also run cases that real hardware refuses")
     add("--moonep-destructive", action="store_true", help="also give bad input that may trap or hang")
     add("--moonep-fault", action="append", default=[], help="seed a fault; repeatable")
+    plugin_worlds.add_options(add)
+    add("--moonep-record", default="full", help="what to keep of large tensors: plan, digest, columns[:N] or full")
     add("--moonep-deadline", type=float, default=30.0, help="seconds a rank may run between collectives")
 
 
@@ -57,6 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Read the options now, so that a typo is a usage error and not a failing test."""
     option = config.getoption
     try:
+        plugin_worlds.configure(config)
         cases = [Case.parse(line) for line in option("--moonep-case")]
         listed = profile(option("--moonep-profile") or default_profile(option("--moonep-subject")))
         generations: tuple[str, ...] = ("A", "B")
@@ -65,9 +74,39 @@ def pytest_configure(config: pytest.Config) -> None:
         elif option("--moonep-fault") or option("--moonep-module"):
             generation = _job(config).generation
             generations = (generation,) if generation else generations
-        config.stash[_CASES] = cases or for_generations(listed, generations)
+        config.stash[_CASES] = _of_ranks(option("--moonep-ranks"), cases or for_generations(listed, generations))
     except CaseError as error:
         raise pytest.UsageError(str(error)) from None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Under torchrun only rank 0 prints."""
+    plugin_worlds.quiet(session.config)
+
+
+def _of_ranks(ranks: int | None, cases: list[Case]) -> list[Case]:
+    chosen = [case for case in cases if ranks in (None, case.R)]
+    if not chosen:
+        known = ", ".join(map(str, sorted({case.R for case in cases}))) or "none"
+        raise CaseError(f"--moonep-ranks {ranks}: no case has R={ranks}; there are cases of R = {known}")
+    return chosen
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Under torchrun, leave out cases of another number of ranks."""
+    plugin_worlds.deselect(config, items)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs more GPUs than there are."""
+    plugin_worlds.check_gpus(item)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Under torchrun, end together."""
+    plugin_worlds.finish(config)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -85,14 +124,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def moonep_verdict(moonep_case: Case, request: pytest.FixtureRequest) -> Verdict:
+def moonep_gpus(request: pytest.FixtureRequest) -> Iterator[Callable[[int], list[str]]]:
+    """A function: ``moonep_gpus(n)`` are the names of n GPUs that no other pytest worker uses during this test."""
+    with plugin_worlds.leases(request.config) as lease:
+        yield lease
+
+
+@pytest.fixture
+def moonep_verdict(
+    moonep_case: Case, request: pytest.FixtureRequest, moonep_gpus: Callable[[int], list[str]]
+) -> Verdict:
     """The verdict of one case, with its evidence level and reproducer as properties of the report."""
-    from moonep_validate.engine import run_case, unmet
+    from moonep_validate.engine import unmet
 
     job = _job(request.config)
     if missing := unmet(job, request.config.getoption("--moonep-require")):
         pytest.fail("\n".join(missing), pytrace=False)
-    _, verdict = run_case(job, moonep_case)
+    cases = request.config.stash[_CASES]
+    verdict = plugin_worlds.judged(request.config, job, moonep_case, cases, moonep_gpus)
     request.node.user_properties += [(_LEVEL, verdict.level), (_COMMAND, verdict.command)]
     if verdict.status == "not_run":
         pytest.skip(verdict.results[0].reason)
@@ -135,5 +184,7 @@ def _job(config: pytest.Config) -> Job:
             option("--moonep-device"),
             "" if option("--moonep-waivers") == "none" else option("--moonep-waivers"),
             option("--moonep-experts"),
+            option("--moonep-world"),
+            option("--moonep-record"),
         )
     return config.stash[_JOB]

@@ -77,6 +77,10 @@ genA+R4+E8+K2+S4+slots1+pad4+table:0,4,0,4,0,4,0,4,0,4,1,4,1,6,1,6,1,6,1,6,2,6,3
 genA+R4+E16+K4+S17+slots1+overflow+@remote_read
 genA+R4+E16+K4+S17+slots1+pad8+fill:real+chain+@remote_read
 genA+R4+E16+K4+S17+slots2+overflow+variants+@remote_read
+genB+R4+E8+K2+S9+hot:5+nemesis:0+@slot_used
+genA+R4+E8+K2+S9+hot:5+nemesis:1+@slot_used
+genB+R3+E12+K4+S7+zipf:1.0+nemesis:4+@slot_used
+genA+R2+E6+K4+S7+hot:1+fill:real+nemesis:3+@slot_used
 genB+R4+E16+K4+S9+hot:6+metamorphic+@slot_used
 genA+R4+E12+K3+S7+slots2+tokens:7,0,5,1+zipf:1.0+metamorphic+@empty_rank
 genB+R4+E16+K4+S9+fill:real+zipf:1.0+independent+@duplicate
@@ -138,6 +142,35 @@ genB+R4+E16+K4+S17+zipf:2.0+fill:real+@slot_used
 """
 
 
+# One line for each Buffer key of the multi-GPU profile, since each builds and compiles anew; all are portable.
+_MULTIGPU_KEYS = """
+genA+R2+E16+K4+S64+slots4+pad128
+genB+R2+E16+K4+S256+pad128
+genA+R4+E32+K4+S64+slots4+pad128
+genB+R4+E32+K8+S128+pad128
+genA+R8+E64+K8+S64+slots4+pad128
+genB+R8+E64+K8+S128+H256+pad128
+"""
+_MULTIGPU_WORDS = """
+@duplicate seed1 seed2 hot:5+@slot_used hot:0+@slot_used hot_rank:1+@slot_used zipf:1.0 zipf:2.0+@slot_used
+zipf:3.0 balanced+@empty_plan all_local+@empty_plan all_remote round_robin lognormal:1.5 per_rank
+repeated+@triple ties empty_experts:5+@empty_expert hot_rank:0+@slot_used
+"""
+_MULTIGPU_ONCE = """
+hot:5+variants+@slot_used zipf:1.0+variants fill:real+hot:3+variants hot:5+life+@slot_used fill:ulp+combine_only
+fill:cancel+combine_only zipf:1.0+dispatch_only+@odd_bits hot:5+packed+@slot_used zipf:2.0+two_poisons+@padding
+hot:6+marked_slots+@slot_used hot:6+metamorphic+@slot_used fill:real+zipf:1.0+independent hot:6+linear+@slot_used
+"""
+
+
+def _multigpu() -> str:
+    """Each routing with exact and with real data, and the other scenarios once, on every key."""
+    words = [f"{fill}{word}" for fill in ("", "fill:real+") for word in _MULTIGPU_WORDS.split()]
+    return "\n".join(
+        f"{key}+{word}" for key in _MULTIGPU_KEYS.split() for word in (*words, *_MULTIGPU_ONCE.split())
+    )
+
+
 def profile(name: str) -> list[Case]:
     """The cases of a profile, each in the generation that its line names.
 
@@ -168,4 +201,4 @@ def for_generations(cases: Sequence[Case], generations: Sequence[str]) -> list[C
     return sorted(several, key=lambda case: (case.R, case.E, case.S, str(case)))
 
 
-PROFILES = {"default": _DEFAULT, "engine": _ENGINE, "smoke": _SMOKE}
+PROFILES = {"default": _DEFAULT, "engine": _ENGINE, "smoke": _SMOKE, "multigpu": _multigpu()}

@@ -40,7 +40,7 @@ from moonep_validate.transforms import (
 
 _BATCHES = 3
 _CAPTURED = ("dispatch.rows", "dispatch.row_weights", "combine.hidden", "combine.topk_weights")
-_FLOWN = ("dispatch.rows", "dispatch.dst", "prefetch.slot_gate", "experts.out", "combine.hidden")
+_FLOWN = ("dispatch.rows", "dispatch.dst", "prefetch.slot_gate", "combine.hidden")
 _ROWS = ("dispatch.rows", "dispatch.row_weights", "dispatch.dst", "dispatch.cu_seqlens")
 _LAYER = ("dispatch.rows", "prefetch.slot_gate", "combine.hidden", "layer.out")
 _WHOLE = (*_ROWS, "prefetch.slot_gate", "combine.hidden", "combine.topk_weights", "layer.out")

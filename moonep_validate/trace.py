@@ -147,11 +147,12 @@ class Call:
         self.tensors |= {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
 
     def note(self, **tensors: Tensor | None) -> None:
-        """Keep what a copy loses: whether each tensor is contiguous, and its device."""
+        """Keep what a copy may lose: whether each tensor is contiguous, its device, and its form."""
         for name, tensor in tensors.items():
             if tensor is not None:
                 layout = {"contiguous": tensor.is_contiguous(), "device": tensor.device.type}
-                self.info.setdefault("layout", {})[name] = layout
+                form = [*tensor.shape, str(tensor.dtype).removeprefix("torch.")]
+                self.info.setdefault("layout", {})[name] = {**layout, "form": form}
 
     def unchanged(self, **tensors: Tensor | None) -> None:
         """Note which tensors no longer hold the bits that ``put`` kept under their names."""
@@ -247,6 +248,7 @@ class Trace:
         relations: promises between steps.
         hung: ``{"rank", "stack"}`` of ranks whose deadline passed.
         errors: errors of the suite itself, as text; not the subject's.
+        autopsy: what is known of the ranks of a case that did not come to its end (worlds/autopsy.py), or empty.
         proves, leaves_open: what a pass of this trace means, and what it does not say.
         not_run: why the subject did not run the case, or empty.
         reproducer: the options beside ``--case`` that reproduce this trace, e.g. ``--fault slot-not-filled``.
@@ -260,6 +262,7 @@ class Trace:
     relations: list[Relation] = field(default_factory=list)
     hung: list[dict[str, Any]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    autopsy: dict[str, Any] = field(default_factory=dict)
     proves: str = ""
     leaves_open: str = ""
     not_run: str = ""
@@ -299,11 +302,12 @@ class Trace:
             "relations": [asdict(relation) for relation in self.relations],
             "hung": self.hung,
             "errors": self.errors,
+            "autopsy": self.autopsy,
             **{name: getattr(self, name) for name in _TEXTS},
             "digest": _digest(tensors),
         }
         # A tensor with NaN payloads or of zero size travels unchanged; an empty dict needs a placeholder.
-        return safetensors.torch.save(tensors or {"none": torch.zeros(0)}, {_KEY: json.dumps(head)})
+        return safetensors.torch.save(_unshared(tensors) or {"none": torch.zeros(0)}, {_KEY: json.dumps(head)})
 
     def save(self, path: Path) -> None:
         """Write the trace to one file."""
@@ -365,6 +369,7 @@ class Trace:
             parts,
             relations,
             **{name: head[name] for name in ("hung", "errors", *_TEXTS)},
+            autopsy=head.get("autopsy", {}),
         )
 
 
@@ -376,6 +381,17 @@ def bits(tensor: Tensor) -> Tensor:
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors hold the same bits in the same shape and dtype."""
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(bits(one), bits(other))
+
+
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, each with memory of its own: safetensors takes no other."""
+    seen: set[int] = set()
+    own = {}
+    for name, tensor in tensors.items():
+        address = tensor.untyped_storage().data_ptr()
+        own[name] = tensor.clone() if address in seen else tensor
+        seen.add(address)
+    return own
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:

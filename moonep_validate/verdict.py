@@ -118,6 +118,7 @@ class Verdict:
         vacuous: reasons why a pass would mean nothing.
         measures: quality figures, never a status.
         errors: errors of the suite itself.
+        autopsy: what is known of the ranks where a case did not come to its end.
         override: a status that the run adds, e.g. ``not_exercised``.
     """
 
@@ -128,6 +129,7 @@ class Verdict:
     vacuous: list[str] = field(default_factory=list)
     measures: dict[str, float] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
+    autopsy: Mapping[str, Any] = field(default_factory=dict)
     reproducer: str = ""
     override: str | None = None
 
@@ -176,6 +178,7 @@ class Verdict:
             lines += [f"  {finding}" for finding in first.findings[:4]]
             lines += [f"  {first.reason}"] if first.reason else []
             lines += self._elsewhere(first)
+        lines += self._ranks()
         lines += [f"  vacuous: {reason}" for reason in self.vacuous]
         lines += [f"  error of the suite: {error}" for error in self.errors]
         return "\n".join([*lines, f"  reproduce: {self.command}"])
@@ -189,6 +192,16 @@ class Verdict:
                 what = str(result.findings[0]) if result.findings else result.reason
                 lines.append(f"  also {result.check}: {what}")
         return lines[:_SHOWN] + [f"  and {len(lines) - _SHOWN} more steps"] * (len(lines) > _SHOWN)
+
+    def _ranks(self) -> list[str]:
+        """One line for each rank of an autopsy."""
+        ranks = self.autopsy.get("ranks", [])
+        lines = [
+            f"  rank {one['rank']}: {one['state']}; last completed: {one['completed']}; "
+            f"last collective: #{one['collective']}"
+            for one in ranks
+        ]
+        return lines[:_SHOWN] + [f"  and {len(ranks) - _SHOWN} more ranks"] * (len(ranks) > _SHOWN)
 
     def to_json(self) -> dict[str, Any]:
         """The verdict as JSON data."""
@@ -205,5 +218,6 @@ class Verdict:
             "vacuous": self.vacuous,
             "measures": self.measures,
             "errors": self.errors,
+            "autopsy": self.autopsy,
             "parts": {stage: asdict(part) for stage, part in self.parts.items()},
         }

@@ -21,8 +21,10 @@ from moonep_validate.case import Case
 from moonep_validate.engine import Job, open_trace, rank_main
 from moonep_validate.keep import Keep
 from moonep_validate.subjects import engines
-from moonep_validate.trace import Recorder, described
-from moonep_validate.worlds.dist import DistComm
+from moonep_validate.trace import Recorder, Trace, described
+from moonep_validate.worlds.comm import CollectiveError
+from moonep_validate.worlds.flight import DONE, Flight, Logged, tell_peers, watch_torch
+from moonep_validate.worlds.local import LocalComm, Star
 
 #: Longer than any deadline of a case: the pool, not gloo, decides that a case hangs, and says where.
 _GLOO_SECONDS = 3600
@@ -36,6 +38,7 @@ def main() -> None:
         torch.set_num_threads(1)
         connection = Client(address, family="AF_UNIX")
         connection.send_bytes(str(rank).encode())
+        flight = Flight(folder / f"flight{rank}")
         if os.environ.get(engines.DEVICE) == "cuda":
             torch.cuda.set_device(rank)
         dist.init_process_group(
@@ -45,15 +48,17 @@ def main() -> None:
             world_size=size,
             timeout=timedelta(seconds=_GLOO_SECONDS),
         )
+        star = Star(folder, rank, size)
+        watch_torch(flight)
         while True:
             try:
                 request = connection.recv_bytes()
             except (EOFError, OSError):
                 os._exit(0)
-            _serve(connection, request)
+            _serve(connection, request, flight, star)
 
 
-def _serve(connection: Connection, request: bytes) -> None:
+def _serve(connection: Connection, request: bytes, flight: Flight, star: Star) -> None:
     message = json.loads(request)
     if "start" in message:
         answer = engines.start(message["start"], dist.get_rank(), dist.get_world_size(), message["device"])
@@ -65,20 +70,27 @@ def _serve(connection: Connection, request: bytes) -> None:
         connection.send_bytes(b"RF")
         return
     job, case = Job.from_json(message["job"]), Case.parse(message["case"])
-    trace = open_trace(job, case)
+    trace, failed = record_rank(job, case, Logged(LocalComm(star), flight))
+    connection.send_bytes(b"R" + (b"E" if failed else b"F") + trace.to_bytes())
 
-    def tell(step: str, op: str, done: bool) -> None:
-        connection.send_bytes(b"P" + json.dumps([step, op, done]).encode())
 
-    recorder, comm, failed = Recorder(tell, Keep.parse(job.keep)), DistComm(), False
+def record_rank(job: Job, case: Case, comm: Logged) -> tuple[Trace, bool]:
+    """This rank's part of a case, as a trace of one rank, and whether the rank raised; peers are told of that."""
+    flight, trace, failed = comm.flight, open_trace(job, case), False
+    flight.begin(str(case))
+    recorder = Recorder(flight.tell, Keep.parse(job.keep))
     try:
         trace.relations = rank_main(job, case, comm, recorder)
+        flight.note(DONE)
     except (Exception, SystemExit) as error:
+        flight.raised(error)
         failed = True
+        if job.embedded and not isinstance(error, CollectiveError):
+            tell_peers(comm, error)
         if not any(call.error for call in recorder.calls):
             trace.errors.append("{type}: {message} ({where})".format(**described(error)))
     trace.calls = [recorder.calls]
-    connection.send_bytes(b"R" + (b"E" if failed else b"F") + trace.to_bytes())
+    return trace, failed
 
 
 if __name__ == "__main__":

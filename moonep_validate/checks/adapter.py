@@ -18,7 +18,7 @@ def _tokens(s: Step, rank: int) -> int:
     return min(real, len(s.one("dispatch", rank, "hidden")))
 
 
-@check("I8", "load")
+@check("I8", "load", needs="full")
 def loaded_bytes(s: Step) -> Iterator[Compared]:
     """Every rank holds every expert's weights, in expert order, as the checkpoint has them"""
     for name in PROJECTIONS:

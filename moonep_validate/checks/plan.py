@@ -51,6 +51,8 @@ def output_form(s: Step) -> Iterator[Compared]:
             "remote_stats": (2, "int32"),
         }
         got = {n: (*call.tensors[n].shape, str(call.tensors[n].dtype)[6:]) for n in wanted if n in call.tensors}
+        if s.trace.keep != "full":  # rows are recorded in part
+            got["rows"] = tuple(call.info["layout"]["rows"]["form"])
         for name, form in got.items():
             yield differ(f"shape and dtype of {name}", str(wanted[name]), str(form), lambda i: {"rank": rank})  # noqa: B023
         for name, layout in call.info.get("layout", {}).items():

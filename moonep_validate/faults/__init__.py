@@ -89,6 +89,7 @@ class Fault:
         bugs: ids of public bugs and fault kinds that it stands for.
         defaults: its parameters.
         crashes: whether raising, hanging or ending a rank is what it does; else a crash is an accident.
+        needs_gpu: whether it changes nothing where all work is done by the time a call returns.
     """
 
     id: str
@@ -99,6 +100,7 @@ class Fault:
     function: Callable[..., Any]
     defaults: dict[str, int]
     crashes: bool = False
+    needs_gpu: bool = False
 
     @property
     def for_engine(self) -> bool | None:
@@ -112,7 +114,7 @@ FAULTS: dict[str, Fault] = {}
 
 
 def fault(
-    id: str, on: str, stage: str, bugs: str = "", crashes: bool = False
+    id: str, on: str, stage: str, bugs: str = "", crashes: bool = False, needs_gpu: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register an around-function ``f(call, *args, rank=..., **kwargs)``; keyword defaults are parameters."""
     assert on in SEAMS
@@ -122,7 +124,7 @@ def fault(
         defaults = {p.name: p.default for p in parameters if isinstance(p.default, int)}
         defaults |= _TURNS if on.startswith("engine.") else {}
         FAULTS[id] = Fault(
-            id, on, stage, bugs, (function.__doc__ or "").splitlines()[0], function, defaults, crashes
+            id, on, stage, bugs, (function.__doc__ or "").splitlines()[0], function, defaults, crashes, needs_gpu
         )
         return function
 

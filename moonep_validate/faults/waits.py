@@ -9,7 +9,7 @@ from torch import Tensor
 from moonep_validate.faults import Next, fault
 
 
-def _without(name: str, stage: str, summary: str, bugs: str = "") -> None:
+def _without(name: str, stage: str, summary: str, needs_gpu: bool = False) -> None:
     """Register a fault that leaves out one named fence on every rank."""
 
     def function(call: Next, fence: str, memory: Tensor) -> None:
@@ -17,18 +17,19 @@ def _without(name: str, stage: str, summary: str, bugs: str = "") -> None:
             call(fence, memory)
 
     function.__doc__ = summary
-    fault(f"no-{name.replace(' ', '-')}-fence", on="comm.fence", stage=stage, bugs=bugs)(function)
+    id = f"no-{name.replace(' ', '-')}-fence"
+    fault(id, on="comm.fence", stage=stage, bugs="K22", needs_gpu=needs_gpu)(function)
 
 
-_without("dispatch exit", "dispatch", "Rows are used before every rank has written them.", "K22")
-_without("prefetch exit", "prefetch", "Generation B: slots are used before every owner has pushed.", "K22")
-_without("combine prologue", "combine", "Sums are read before every rank has made its own.", "K22")
-_without("combine exit", "combine", "A rank goes on while others still read its rows.", "K22")
+_without("dispatch exit", "dispatch", "Rows are used before every rank has written them.")
+_without("prefetch exit", "prefetch", "Generation B: slots are used before every owner has pushed.")
+_without("combine prologue", "combine", "Sums are read before every rank has made its own.")
+_without("combine exit", "combine", "A rank goes on while others still read its rows; on a GPU.", needs_gpu=True)
 
 
-@fault("event-not-waited", on="event.wait", stage="dispatch", bugs="K22")
+@fault("event-not-waited", on="event.wait", stage="dispatch", bugs="K22", needs_gpu=True)
 def _(call: Next, event: Any) -> None:
-    """The result of an asynchronous call is used without waiting; shows on a GPU only."""
+    """The result of an asynchronous call is used without waiting for it; on a GPU."""
 
 
 @fault("slots-reused-early", on="schedule", stage="experts", bugs="K21 K22")

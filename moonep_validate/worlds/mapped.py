@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,6 +22,8 @@ from torch import Tensor
 
 #: A folder in memory, where there is one.
 _SHARED = Path("/dev/shm")
+#: Bytes by which the ranks of one host know a file from one of the same name on another.
+_MARK = 16
 
 
 @dataclass(frozen=True)
@@ -58,34 +61,43 @@ def allocate(comm: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype) -
 
 def _in_a_file(comm: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Mapped | None:
     count = comm.size * prod(shape)
-    path = _new_file(count * dtype.itemsize) if comm.rank == 0 else None
-    path = comm.exchange(f"symmetric {name}", path)[0]
-    memory, problem = None, None
+    mark = os.urandom(_MARK)
+    offer = (_new_file(count * dtype.itemsize, mark), mark) if comm.rank == 0 else None
+    path, mark = comm.exchange(f"symmetric {name}", offer)[0]
+    memory, problem = torch.empty(0, dtype=dtype), None
     try:
-        memory = (
-            torch.from_file(path, shared=True, size=count, dtype=dtype) if count else torch.empty(0, dtype=dtype)
-        )
-    except (OSError, RuntimeError, TypeError) as error:
+        if path is None or not _has(path, mark):
+            problem = "there is no such file here"
+        elif count:
+            memory = torch.from_file(path, shared=True, size=count, dtype=dtype)
+    except (OSError, RuntimeError) as error:
         problem = str(error)
     answers = comm.exchange(f"symmetric {name} mapped", problem)
     if comm.rank == 0 and path is not None:
         Path(path).unlink(missing_ok=True)
-    if memory is None or any(answers):
+    if any(answers):
         return None
     tensor = memory.view(comm.size, *shape)
     return Mapped(tensor, tensor.unbind(0))
 
 
-def _new_file(num_bytes: int) -> str | None:
-    """A file of this size that the kernel has really given memory, or None."""
+def _has(path: str, mark: bytes) -> bool:
+    """Whether this is the file that rank 0 made; on another host it is not."""
+    with suppress(OSError), Path(path).open("rb") as file:
+        return file.read(_MARK) == mark
+    return False
+
+
+def _new_file(num_bytes: int, mark: bytes) -> str | None:
+    """A file of this size that the kernel has really given memory, with a mark at its beginning, or None."""
     folder = _SHARED if os.access(_SHARED, os.W_OK) else None
     try:
         descriptor, path = tempfile.mkstemp(prefix="moonep-validate-", dir=folder)
     except OSError:
         return None
     try:
-        if num_bytes:
-            os.posix_fallocate(descriptor, 0, num_bytes)
+        os.posix_fallocate(descriptor, 0, max(num_bytes, _MARK))
+        os.write(descriptor, mark)
     except OSError:  # no room: the ranks fall back to messages
         Path(path).unlink()
         return None
@@ -99,14 +111,19 @@ def _on_gpus(comm: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype) -
     import torch.distributed._symmetric_memory as symm
 
     group: Any = comm.group if comm.group is not None else dist.group.WORLD
-    mine, problem = None, None
+    mine, handle, problem = None, None, None
     try:
         mine = symm.empty(tuple(shape), dtype=dtype, device=comm.device)
     except RuntimeError as error:
         problem = str(error)
     if any(comm.exchange(f"symmetric {name}", problem)) or mine is None:
         return None
-    handle = symm.rendezvous(mine, group.group_name)
+    try:
+        handle = symm.rendezvous(mine, group.group_name)
+    except RuntimeError as error:  # no peer access, or another host
+        problem = str(error)
+    if any(comm.exchange(f"symmetric {name} mapped", problem)) or handle is None:
+        return None
     rows = [
         mine if peer == comm.rank else handle.get_buffer(peer, tuple(shape), dtype) for peer in range(comm.size)
     ]

@@ -1,8 +1,8 @@
-"""How do R ranks run as processes? Spawned workers with gloo; a text job goes in, bytes come back.
+"""How do R ranks run as processes? Spawned workers with gloo or NCCL; a text job goes in, bytes come back.
 
-Every worker says when it enters and leaves a call, so a rank that dies or never returns still has a place. The
-first sign of trouble ends the whole pool after a moment for the others to answer; the next case gets a new one.
-(An autopsy of hangs is to come.)
+Every worker writes down where it is (flight.py), so a rank that dies or never returns still has a place. The first
+sign of trouble ends the whole pool after a moment for the others to answer; an autopsy says what each rank was
+doing, and the next case gets a new pool.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,11 +22,20 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
+from moonep_validate.worlds.autopsy import Rank, autopsy
+from moonep_validate.worlds.flight import Progress, phases, read
+
 #: Seconds for the other ranks to answer after one has failed; they may still wait for it in a collective.
 GRACE = 2.0
 START_SECONDS = 180.0
 #: Seconds to clean up after a case in which a rank raised.
 RESET_SECONDS = 15.0
+#: A case may take this many deadlines in all, whatever signs of life its ranks give.
+MOST_DEADLINES = 40
+#: A pool is replaced after so many cases, or once a worker has grown by so many bytes since its tenth case.
+OLD_CASES, OLD_BYTES = 2000, 2**30
+_WARM_CASES = 10
+_TICK = 0.1
 
 
 @dataclass
@@ -34,9 +44,9 @@ class Reply:
 
     Attributes:
         data: what its worker sent, or None.
-        phases: ``[step, op, done]`` of each call that it entered.
+        phases: ``[step, op, done]`` of each call that it entered, where it sent no data.
         ended: its process ended, with this exit code.
-        stack: its Python stack when the deadline passed.
+        stack: its Python stack, if it had not answered when the deadline passed.
         last_words: the end of what its process printed, where the pool was lost.
     """
 
@@ -55,15 +65,21 @@ class Pool:
         environment: variables that the workers get on top of ours.
         start: a request that every worker answers once, before any job; the answer is kept in ``started``.
 
+    Attributes:
+        autopsy: what is known of the ranks of the last case, if it did not come to its end (autopsy.py).
+
     Raises:
         RuntimeError: if a worker does not come up; its last output lines are in the message.
     """
 
     def __init__(self, size: int, environment: dict[str, str], start: bytes | None = None) -> None:
         self.size = size
+        self.autopsy: dict[str, Any] = {}
+        self.cases, self._keys, self._young = 0, set[str](), 0
         self.folder = tempfile.TemporaryDirectory(prefix="moonep-validate-")
         root = Path(self.folder.name)
         address = str(root / "socket")
+        self._progress = Progress([root / f"flight{rank}" for rank in range(size)])
         listener = Listener(address, family="AF_UNIX", backlog=size)
         self.workers = [self._spawn(root, address, rank, environment) for rank in range(size)]
         self.connections: list[Connection] = []
@@ -122,7 +138,14 @@ class Pool:
             connections[int(connection.recv_bytes())] = connection
         return [connections[rank] for rank in range(self.size)]
 
-    def run(self, job: bytes, deadline: float, reset: bytes | None = None) -> list[Reply]:
+    def run(
+        self,
+        job: bytes,
+        deadline: float,
+        reset: bytes | None = None,
+        key: str = "",
+        first: float | None = None,
+    ) -> list[Reply]:
         """Send one job to every rank and collect the answers.
 
         Args:
@@ -130,30 +153,61 @@ class Pool:
             deadline: seconds without any sign from any rank after which the case is over.
             reset: a request that cleans up where a rank raised but every rank answered; without it, or if a rank
                 does not answer it in time, the pool is closed then.
+            key: what the workers build and compile once for all cases that have the same.
+            first: the deadline of the first case with a key, by default ``deadline``.
 
         Returns:
             One reply per rank; the pool is closed if any of them has no data.
         """
         replies = [Reply() for _ in range(self.size)]
+        limit = deadline if first is None or key in self._keys else first
+        self._keys.add(key)
+        self.cases, self.autopsy = self.cases + 1, {}
         for connection in self.connections:
             connection.send_bytes(job)
-        open_ranks, end, hung = set(range(self.size)), time.monotonic() + deadline, False
-        while open_ranks:
-            left = end - time.monotonic()
-            ready = wait([self.connections[rank] for rank in open_ranks], timeout=max(left, 0))
-            if not ready:
-                hung = not any(r.ended is not None or _failed(r) for r in replies)
-                break
-            for rank in [r for r in open_ranks if self.connections[r] in ready]:
-                if self._read(rank, replies[rank]):
-                    open_ranks.discard(rank)
-            trouble = any(r.ended is not None or _failed(r) for r in replies)
-            end = min(end, time.monotonic() + GRACE) if trouble else time.monotonic() + deadline
-        if hung:
-            for rank in open_ranks:
-                replies[rank].stack = self._stack(rank)
+        silent = self._collect(replies, limit)
+        if any(reply.data is None or _failed(reply) for reply in replies):
+            self._examine(replies, limit if silent else None)
         self._clean_up(replies, reset)
+        if self.cases == _WARM_CASES:
+            self._young = self._bytes()
         return replies
+
+    def _collect(self, replies: list[Reply], limit: float) -> bool:
+        """Take the answers until all are there; True if no rank gave a sign for ``limit`` seconds before."""
+        open_ranks, counts = set(range(self.size)), self._progress.counts()
+        begin = sign = time.monotonic()
+        end: float | None = None
+        while open_ranks:
+            ready = wait([self.connections[rank] for rank in open_ranks], timeout=min(_TICK, limit / 4))
+            for rank in [r for r in open_ranks if self.connections[r] in ready]:
+                self._read(rank, replies[rank])
+                open_ranks.discard(rank)
+            now = time.monotonic()
+            if end is None and any(reply.ended is not None or _failed(reply) for reply in replies):
+                end = now + GRACE
+            if end is not None and now > end:
+                return False
+            latest = counts if ready else self._progress.counts()
+            if ready or latest != counts:
+                sign, counts = now, latest
+            if end is None and (now - sign > limit or now - begin > MOST_DEADLINES * limit):
+                return True
+        return False
+
+    def _examine(self, replies: list[Reply], silent: float | None) -> None:
+        """Take what can be known of the ranks while they are there, and what those that sent nothing have done."""
+        there = [rank for rank, reply in enumerate(replies) if reply.data is None and reply.ended is None]
+        stacks, native = self._stacks(there), self._native(there) if silent else {}
+        ranks = []
+        for rank, (reply, path) in enumerate(zip(replies, self._progress.paths, strict=True)):
+            records = read(path)
+            if reply.data is None:
+                reply.phases = phases(records)
+            if silent and rank in stacks:
+                reply.stack = stacks[rank]
+            ranks.append(Rank(records, reply.ended, stacks.get(rank), native.get(rank)))
+        self.autopsy = autopsy(ranks, silent)
 
     def _clean_up(self, replies: list[Reply], reset: bytes | None) -> None:
         """Close a pool that lost a rank; one in which ranks raised is kept if ``reset`` works on all of them."""
@@ -166,33 +220,51 @@ class Pool:
             if any(answer.data is None or _failed(answer) for answer in answers):
                 self.close()
 
-    def _read(self, rank: int, reply: Reply) -> bool:
-        """Take one message; True if it was the last one of this rank."""
+    def _read(self, rank: int, reply: Reply) -> None:
+        """Take the answer of a rank, or note that its process ended."""
         try:
-            message = self.connections[rank].recv_bytes()
+            reply.data = self.connections[rank].recv_bytes()[1:]
         except (EOFError, OSError):
             reply.ended = self.workers[rank].wait(timeout=10)
-            return True
-        if message[:1] == b"P":
-            step, op, done = json.loads(message[1:])
-            if done:
-                next(phase for phase in reversed(reply.phases) if phase[:2] == [step, op])[2] = True
-            else:
-                reply.phases.append([step, op, False])
-            return False
-        reply.data = message[1:]
-        return True
 
-    def _stack(self, rank: int) -> str:
-        """The Python stack of a worker, by its own faulthandler."""
-        path = Path(self.folder.name) / f"stack{rank}"
-        self.workers[rank].send_signal(signal.SIGUSR1)
+    def _stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """The Python stacks of some workers, by their own faulthandlers."""
+        for rank in ranks:
+            self.workers[rank].send_signal(signal.SIGUSR1)
+        paths = {rank: Path(self.folder.name) / f"stack{rank}" for rank in ranks}
         end = time.monotonic() + 2
-        while time.monotonic() < end and not path.read_text():
-            time.sleep(0.05)
-        time.sleep(0.05)
-        head, *frames = path.read_text().splitlines() or ["(no Python stack)"]
-        return "\n".join([head.replace("most recent call first", "most recent call last"), *reversed(frames)])
+        while time.monotonic() < end and not all(path.read_text() for path in paths.values()):
+            time.sleep(0.02)
+        time.sleep(0.05 * bool(ranks))
+        return {rank: _oldest_first(path.read_text()) for rank, path in paths.items()}
+
+    def _native(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Stacks with native frames, where py-spy is installed and may look; why not, where it may not."""
+        tool, found = shutil.which("py-spy"), {}
+        for rank in ranks if tool else ():
+            command = [str(tool), "dump", "--native", "--nonblocking", "--pid", str(self.workers[rank].pid)]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+            except subprocess.TimeoutExpired:
+                found[rank] = "py-spy did not answer in 10 s"
+                continue
+            found[rank] = done.stdout if done.returncode == 0 else f"py-spy: {done.stderr.strip()}"
+        return found
+
+    def _bytes(self) -> int:
+        """Resident memory of the largest worker; 0 where the system does not tell."""
+        try:
+            pages = [int(Path(f"/proc/{worker.pid}/statm").read_text().split()[1]) for worker in self.workers]
+        except (OSError, ValueError, IndexError):
+            return 0
+        return max(pages) * os.sysconf("SC_PAGE_SIZE")
+
+    @property
+    def aged(self) -> bool:
+        """Whether it has served long enough, or has grown too much, to be replaced."""
+        if self.cases >= OLD_CASES:
+            return True
+        return bool(self._young and self.cases % _WARM_CASES == 0 and self._bytes() - self._young > OLD_BYTES)
 
     @property
     def alive(self) -> bool:
@@ -209,6 +281,12 @@ class Pool:
                 os.killpg(worker.pid, signal.SIGKILL)
             worker.wait()
         self.folder.cleanup()
+
+
+def _oldest_first(stack: str) -> str:
+    """A stack of faulthandler in the order of tracebacks."""
+    head, *frames = stack.splitlines() or ["(no Python stack)"]
+    return "\n".join([head.replace("most recent call first", "most recent call last"), *reversed(frames)])
 
 
 def _no_answer(rank: int, reply: Reply) -> dict[str, Any]:
@@ -238,10 +316,11 @@ def pool(size: int, environment: dict[str, str], start: bytes | None = None) -> 
     """The living pool of this size, environment, import path and start.
 
     Pools of other sizes are kept beside it, the last used ones, since an engine takes long to start; those of
-    another environment are closed.
+    another environment are closed, as are aged ones.
     """
-    where = (os.environ.get("PYTHONPATH"), start, *sorted(environment.items()))
-    for other in [key for key, pool in _pools.items() if key[1:] != where or not pool.alive]:
+    seen = (os.environ.get("PYTHONPATH"), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    where = (*seen, start, *sorted(environment.items()))
+    for other in [key for key, pool in _pools.items() if key[1:] != where or not pool.alive or pool.aged]:
         _pools.pop(other).close()
     key = (size, *where)
     living = _pools.pop(key, None)

@@ -31,6 +31,7 @@ FEW_SLOTS = Case.parse("genA+R4+E16+K4+S17+H24+I20+slots1+overflow")
 METAMORPHIC = Case.parse(f"genB+{SIZES}+hot:1+metamorphic")
 INDEPENDENT = Case.parse(f"genB+{SIZES}+hot:1+fill:real+independent")
 LINEAR = Case.parse(f"genB+{SIZES}+hot:1+linear")
+NEMESIS = Case.parse("genB+R3+E6+K4+S7+H24+I8+nemesis:4")
 SLOT_COUNTS = Case.parse(f"genA+{SIZES}+hot:1+slot_counts")
 
 
@@ -310,6 +311,23 @@ def step_after_an_exception_differs(trace: Trace) -> None:
     flip_sign("layer", "out", "repeat")(trace)
 
 
+def stamp(op: str, when: str, step: str = "base") -> Change:
+    """The first lease that rank 1 read was of another generation."""
+
+    def change(trace: Trace) -> None:
+        read = call(trace, op, 1, step).info["leases"][0]
+        read[when][read["writers"][0]][1] += 1
+
+    return change
+
+
+def captured_launch_differs(trace: Trace) -> None:
+    """Graphs need a GPU, so another step takes the place of a launch."""
+    trace.relations.append(Relation("V20", "repeat", "base", ("combine.hidden",)))
+    assert [r.status for r in results(judge(trace), "V20")] == ["passed"]
+    flip_sign("combine", "hidden", "repeat")(trace)
+
+
 def another_expert_is_chosen(trace: Trace) -> None:
     ids = tensor(trace, "router", "ids")
     ids[2, 1] = next(e for e in range(12) if e not in ids[2])
@@ -363,6 +381,23 @@ CORRUPTIONS = [
     ),
     Corruption("I2", "prepare", "dispatched expert id at rank 1, token 2, k 1", another_expert_is_asked_for),
     Corruption("I2", "prepare", "expert id, in 0..11 at rank 1, token 0, k 0: expected legal, got 12", illegal_id),
+    Corruption("H1", "dispatch", "lease at rank 1, lease rows of rank 1, writer 0", stamp("dispatch", "after")),
+    Corruption("H2", "experts", "lease at rank 1, lease slots of rank 1, writer 0", stamp("experts", "before")),
+    Corruption(
+        "H3",
+        "combine",
+        "lease sums of rank 2, writer 2, when ended, before the read: expected 4, got 5",
+        stamp("combine", "before", "batch_0"),
+        NEMESIS,
+    ),
+    Corruption(
+        "V19",
+        "combine",
+        "combine.hidden of step 'batch_1' against 'alone_1'",
+        flip_sign("combine", "hidden", "batch_1"),
+        NEMESIS,
+    ),
+    Corruption("V20", "combine", "combine.hidden of step 'repeat'", captured_launch_differs, VARIANTS),
     Corruption("I3", "prepare", "tokens_per_expert at rank 1, expert 1", one_route_not_counted),
     Corruption("I4", "prepare", "against rank 0 at rank 1: expected 7, got 6", smaller_capacity_on_one_rank),
     Corruption(

@@ -81,7 +81,7 @@ def test_exit_codes_of_verdicts(cli: Cli, arguments: list[str], code: int) -> No
         (["plan", "--case", CASE, "--format", "int3"], "--format is 'int3'; known: bf16, fp8, mxfp4"),
         (["plan", "--input", "absent.jsonl"], "--input absent.jsonl is not a file"),
         (["check", "absent"], "absent is not a folder"),
-        (["bench", "gpu"], "bench is 'gpu'; known: core"),
+        (["bench", "gpu"], "bench is 'gpu'; known: core, worlds"),
     ],
 )
 def test_usage_errors_are_one_line_with_code_4(cli: Cli, arguments: list[str], message: str) -> None:

@@ -257,9 +257,8 @@ def test_run_stops_where_a_required_package_would_not_run(cli: Cli) -> None:
         (["--subject", GOOD, "--require", "load"], "--require load: write STAGE=PACKAGE"),
         (
             ["--sglang-path", "somewhere"],
-            "--sglang-path, --device and --waivers go with --subject vllm or --subject sglang",
+            "--sglang-path and --waivers go with --subject vllm or --subject sglang",
         ),
-        (["--device", "cuda"], "--sglang-path, --device and --waivers go with --subject vllm or --subject sglang"),
     ],
 )
 def test_wrong_usage_is_said_in_one_line(cli: Cli, arguments: list[str], message: str) -> None:

@@ -35,7 +35,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job
     def make(name: str, body: str, generation: str = "b", api: str | None = None) -> Job:
         (tmp_path / f"{name}.py").write_text(HEAD.replace("{generation}", generation) + body)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        return make_job(name, api=api, deadline=8.0)
+        return replace(make_job(name, api=api, deadline=8.0), first_deadline=8.0)
 
     return make
 

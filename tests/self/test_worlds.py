@@ -1,14 +1,21 @@
-"""The threads world: order, deadlocks, failures and hangs, each with the same answer on all ranks."""
+"""Worlds: order, deadlocks, failures and hangs in threads; the same bytes and the same findings in processes."""
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from moonep_validate.worlds import threads
+from moonep_validate.case import Case, CaseError, Spec
+from moonep_validate.engine import Job, make_job, record, run_case, select_cases
+from moonep_validate.faults import FAULTS
+from moonep_validate.trace import same_bits
+from moonep_validate.worlds import local, processes, threads
 from moonep_validate.worlds.comm import Abandoned, Comm, Deadlock, PeerFailed, agree, all_to_all, barrier
 
 
@@ -122,3 +129,91 @@ def test_slow_but_moving_ranks_are_not_hung() -> None:
             barrier(comm)
 
     assert all(o.error is None and o.stack is None for o in threads.run(body, 2, 0.6))
+
+
+CASE = Case.parse("genB+R4+E8+K2+S9+H24+I20+hot:5+@slot_used")
+
+
+def test_the_reference_records_the_same_bytes_in_processes() -> None:
+    job = make_job(world="processes")
+    trace, verdict = run_case(job, CASE)
+    assert verdict.ok, verdict.diagnosis
+    assert verdict.level == "reference"
+    assert verdict.command == f"moonep-validate run --case '{CASE}' --world processes"
+    assert trace.digest() == record(Job(), CASE).digest()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["routes-swap-experts", "row-of-another-token", "slot-not-filled", "duplicates-added-twice", "rank-raises"],
+)
+def test_faults_are_found_at_the_same_stage_in_processes(fault: str) -> None:
+    here, there = (run_case(make_job(world=w, faults=[fault]), CASE)[1].first for w in ("threads", "processes"))
+    assert here is not None
+    assert there is not None
+    assert (there.stage, there.check, there.status) == (here.stage, here.check, here.status)
+    assert there.stage == FAULTS[fault].stage
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"world": "mars"}, "--world is 'mars'; known: threads, processes"),
+        ({"world": "threads", "device": "cuda"}, "on cuda each rank is a process with a GPU of its own"),
+        ({"world": "threads", "module": "json"}, r"code from outside \(json\) runs in processes only"),
+    ],
+)
+def test_worlds_that_do_not_fit_are_refused(options: dict[str, str], message: str) -> None:
+    with pytest.raises(CaseError, match=message):
+        make_job(**options)  # type: ignore[arg-type]
+
+
+def test_cases_are_chosen_by_ranks_and_grouped_by_buffer_key() -> None:
+    cases = [CASE, CASE.but(S=5), CASE.but(seed=1), CASE.but(R=2)]
+    job = make_job(world="processes")
+    assert select_cases(job, cases, 4) == [CASE.but(S=5), CASE, CASE.but(seed=1)]
+    assert select_cases(job, cases, 4, keep_order=True) == cases[:3]
+    assert select_cases(Job(), cases, None) == cases
+    with pytest.raises(CaseError, match=r"--ranks 3: no case has R=3; there are cases of R = 2, 4"):
+        select_cases(job, cases, 3)
+    there = torch.cuda.device_count()
+    with pytest.raises(CaseError, match=f"--device cuda needs a GPU for each of 4 ranks; torch sees {there}"):
+        select_cases(make_job(device="cuda"), cases, 4)
+
+
+def test_a_case_on_more_gpus_than_there_are_is_not_run() -> None:
+    there = torch.cuda.device_count()
+    trace = record(
+        make_job(device="cuda"), CASE.but(R=there + 1, E=there + 1, routing=Spec("uniform"), witnesses=())
+    )
+    assert trace.not_run == f"--device cuda needs a GPU for each of {there + 1} ranks; torch sees {there}"
+
+
+def test_an_aged_pool_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    young = processes.pool(1, {})
+    assert processes.pool(1, {}) is young
+    monkeypatch.setattr(processes, "OLD_CASES", 0)
+    assert young.aged
+    other = processes.pool(1, {})
+    assert other is not young
+    assert not young.alive
+
+
+def test_a_first_case_of_a_key_has_a_longer_deadline() -> None:
+    assert make_job(deadline=4.0).deadline_at_first == 12.0
+    job = replace(make_job(world="processes", faults=["rank-never-returns"], deadline=0.5), first_deadline=2.0)
+    case = CASE.but(H=8, I=8)
+    start = time.monotonic()
+    assert run_case(job, case)[0].autopsy["silent"] == 2.0
+    assert time.monotonic() - start < 60
+
+
+def test_values_travel_between_local_ranks_bit_for_bit() -> None:
+    sent: dict[str, Any] = {
+        "a": torch.tensor([[1.0, float("nan")]], dtype=torch.bfloat16),
+        "b": [torch.zeros(0, 3), "text", None],
+    }
+    got = pickle.loads(local._packed(sent))
+    assert same_bits(got["a"], sent["a"])
+    assert (got["b"][0].shape, got["b"][1:]) == ((0, 3), ["text", None])
+    got["a"][0, 0] = 2  # it may be written

@@ -1,0 +1,93 @@
+"""Which commands are about worlds? ``parity``, which is ``run`` as a rank of torchrun, ``races`` and ``bench``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from moonep_validate.case import Case, CaseError
+
+if TYPE_CHECKING:
+    from moonep_validate.engine import Job
+    from moonep_validate.report.files import OutputFolder
+
+PARITY = "torchrun --nproc-per-node N -m moonep_validate parity"
+
+
+@dataclass
+class Alone:
+    """The one process of a ``run``; with ``parity``, a ``Parity`` is in its place."""
+
+    job: Job
+    cases: list[Case]
+    folder: OutputFolder | None
+
+    def judged(self, one_case: Callable[[Case], Any]) -> Callable[[Case], Any]:
+        """``one_case`` itself."""
+        return one_case
+
+    def end(self, code: int) -> None:
+        """Nobody waits."""
+
+
+def joined(command: str | None, job: Job, cases: list[Case], folder: Callable[[], OutputFolder | None]) -> Any:
+    """The process that runs the cases; of the ranks of ``parity`` only rank 0 comes back from here.
+
+    Raises:
+        CaseError: see ``parity.join``.
+    """
+    if command != "parity":
+        return Alone(job, cases, folder())
+    from moonep_validate.parity import join
+
+    return join(job, cases, folder)
+
+
+def races(
+    seconds: Annotated[float, typer.Option("--time", min=1.0, help="Seconds to run.")] = 60.0,
+    seed: Annotated[int, typer.Option(min=0, help="Where to start; a seed is the same schedule again.")] = 0,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Stop after so many seeds.")] = None,
+    world: Annotated[str | None, typer.Option(help="threads or processes.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Only the cases of so many ranks.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    fault: Annotated[
+        list[str] | None, typer.Option("--fault", help="Seed a fault, e.g. slots-reused-early.")
+    ] = None,
+    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds a rank may run without a sign.")] = 30.0,
+) -> None:
+    """Run batches in flight at a time in seeded orders and delays: does any schedule break the reference?"""
+    from moonep_validate import races as seeded
+    from moonep_validate.engine import make_job, run_case
+    from moonep_validate.report.summary import Summary
+
+    job = make_job(faults=fault or (), deadline=deadline, world=world, device=device)
+    console = Console(width=None if Console().is_terminal else 120)
+    lines = seeded.cases(seed, ranks or (2 if device == "cuda" else None), None)
+    result = seeded.races(lambda case: run_case(job, case, exercised=False)[1], lines, seconds, seeds)
+    for verdict in result.failures[:3]:
+        console.print(verdict.diagnosis, markup=False, highlight=False, soft_wrap=True)
+    console.print(result.line, highlight=False)
+    raise typer.Exit(Summary(result.tried, result.failures).exit_code if result.failures else 0)
+
+
+def bench(
+    what: Annotated[str, typer.Argument(help="core or worlds")] = "core",
+    naive: Annotated[Path | None, typer.Option(help="Naive loop planner to compare with.")] = Path(
+        "tests/self/naive_plan.py"
+    ),
+) -> None:
+    """Print speed ratios measured in one run."""
+    if what not in ("core", "worlds"):
+        raise CaseError(f"bench is {what!r}; known: core, worlds")
+    from moonep_validate import bench as benchmarks
+
+    console = Console(width=None if Console().is_terminal else 120)
+    if what == "worlds":
+        benchmarks.worlds(console)
+    else:
+        benchmarks.core(console, naive if naive and naive.is_file() else None)

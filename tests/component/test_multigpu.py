@@ -1,0 +1,27 @@
+"""Multi-GPU tier: the profile ``multigpu`` on ranks that these tests start themselves, a GPU for each.
+
+Run it with ``pytest -m multigpu``; under ``--require-gpus N`` a case of up to N ranks that is skipped for want of
+GPUs is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from moonep_validate.case import Case
+from moonep_validate.engine import make_job, run_case, select_cases
+from moonep_validate.profiles import profile
+
+JOB = make_job(world="processes", device="cuda", deadline=60.0)
+CASES = select_cases(JOB, profile("multigpu"), None)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case), marks=pytest.mark.multigpu(case.R)) for case in CASES]
+)
+def test_case(case: Case, moonep_gpus: Callable[[int], list[str]]) -> None:
+    assert len(moonep_gpus(case.R)) == case.R
+    _, verdict = run_case(JOB, case)
+    assert verdict.ok, verdict.diagnosis

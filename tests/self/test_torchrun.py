@@ -1,0 +1,130 @@
+"""Our process as one rank of torchrun: one report, one verdict, and no rank that waits for ever."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moonep_validate.case import CaseError
+from moonep_validate.worlds.place import place
+
+SIZES = "genB+R2+E4+K2+S3+H8+I8"
+CONSUMER = Path(__file__).parents[1] / "component" / "test_component.py"
+Cli = Callable[..., tuple[int, str, str]]
+
+
+def torchrun(*arguments: str, cwd: Path) -> tuple[int, str]:
+    """Two ranks; the exit code of torchrun, and what all ranks and torchrun printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m"]
+    done = subprocess.run(
+        [*command, *arguments],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def parity(tmp_path: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
+    out = tmp_path / "out"
+    options = ["--out", str(out), "--shrink-seconds", "0"]
+    code, text = torchrun("moonep_validate", "parity", *arguments, *options, cwd=tmp_path)
+    return code, text, json.loads((out / "report.json").read_text())
+
+
+def test_all_ranks_agree_and_rank_0_reports_once(tmp_path: Path) -> None:
+    cases = ["--case", f"{SIZES}+hot:0", "--case", SIZES, "--case", "genB+R3+E6+K2+S3"]
+    code, text, report = parity(tmp_path, *cases)
+    assert code == 0, text
+    assert text.count("passed: 2 of 2 cases ran (2 passed)") == 1
+    assert text.count("1 cases are left out, since they do not have the 2 ranks of torchrun") == 1
+    assert (report["status"], report["exit_code"], report["planned"]) == ("passed", 0, 2)
+
+
+def test_what_one_rank_raises_reaches_all_and_the_next_case_runs(tmp_path: Path) -> None:
+    options = ["--fault", "rank-raises", "--case", f"{SIZES}+combine_only", "--case", f"{SIZES}+hot:0"]
+    code, text, report = parity(tmp_path, *options, "--case", SIZES)
+    assert code == 1
+    assert text.count("failed at stage prefetch (check F1, step base)") == 2
+    assert text.count("at rank 1: expected return, got RuntimeError: seeded failure of prefetch_weight") == 2
+    assert "of 3 cases ran" in text
+    assert report["exit_code"] == 1
+
+
+def test_a_rank_that_never_returns_ends_the_job_with_an_autopsy(tmp_path: Path) -> None:
+    options = ["--fault", "rank-never-returns", "--deadline", "1", "--case", f"{SIZES}+hot:0", "--case", SIZES]
+    code, text, report = parity(tmp_path, *options)
+    assert code == 1
+    says = (
+        r"rank 1 never entered \S+ #\d+ \(collective #\d+\); rank 0 waits in it; rank 1 is in combine of step base"
+    )
+    assert len(re.findall(f"autopsy: expected every rank goes on, got {says}", text)) == 1, text
+    assert "the ranks cannot go on, so 1 cases were not run; exit code 13" in text
+    assert (report["status"], report["exit_code"], report["planned"]) == ("hung", 13, 2)
+    case = report["cases"][0]
+    assert re.match(says, case["autopsy"]["diagnosis"])
+    assert "life.py" in case["autopsy"]["ranks"][1]["stack"]
+
+
+def test_pytest_runs_on_all_ranks_and_prints_once(tmp_path: Path) -> None:
+    (tmp_path / "test_component.py").write_text(CONSUMER.read_text())
+    cases = [
+        "--moonep-case",
+        f"{SIZES}+hot:0",
+        "--moonep-case",
+        "genB+R3+E6+K2+S3",
+        "--moonep-case",
+        f"{SIZES}+@triple",
+    ]
+    code, text = torchrun("pytest", "-v", *cases, cwd=tmp_path)
+    assert code == 1
+    assert text.count("1 failed, 1 passed, 1 deselected in") == 1, text
+    assert text.count("the case claims @triple, but that event did not occur") == 1
+
+
+def test_no_case_of_as_many_ranks_is_an_error(tmp_path: Path) -> None:
+    code, text = torchrun("moonep_validate", "parity", "--case", "genB+R3+E6+K2+S3", cwd=tmp_path)
+    assert code == 1
+    assert text.count("moonep-validate: torchrun started 2 ranks, and no case has R=2; there are R = 3") == 1
+
+
+def test_without_torchrun_the_error_says_how(cli: Cli) -> None:
+    code, _, err = cli("parity", "--case", SIZES)
+    assert code == 4
+    assert "start it with: torchrun --nproc-per-node N -m moonep_validate parity" in err
+
+
+def test_place_is_read_from_the_environment() -> None:
+    full = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
+    here = place(full)
+    assert here is not None
+    assert (here.rank, here.size, here.local_rank, here.local_size, here.port) == (3, 4, 1, 2, 29500)
+    assert place({name: value for name, value in full.items() if name != "LOCAL_RANK"}) is None
+    with pytest.raises(CaseError, match="WORLD_SIZE is 'two', a whole number is needed"):
+        place({**full, "WORLD_SIZE": "two"})
+
+
+def test_xdist_under_torchrun_is_a_usage_error(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("xdist")
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "x",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    pytester.makepyfile("def test_nothing(): pass")
+    result = pytester.runpytest_subprocess("-n", "2")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: -n under torchrun: each of the 2 ranks runs all tests*"])
