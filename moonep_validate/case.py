@@ -92,6 +92,9 @@ VOCABULARY: dict[str, Word] = {
     "moe": Word("model", "moe", "routed experts with SiLU-gated FFNs, no router and no shared expert"),
     "k3": Word("model", "k3", "moe inside Kimi-K3's layer: router, latent projections, norm, SiTU, shared expert"),
     "bf16": Word("format", "bf16", "BF16 expert weights"),
+    "mxfp4": Word(
+        "format", "mxfp4", "uint8 expert weights, two E2M1 codes a byte, with an E8M0 byte per 32 values"
+    ),
     "base": Word("scenario", "base", "one forward pass, all undefined memory poisoned with NaN"),
     "two_poisons": Word("scenario", "two_poisons", "two passes with different poisons must agree bit for bit"),
     "marked_slots": Word("scenario", "marked_slots", "slots change sign after prefetch; their rows must follow"),
@@ -103,6 +106,9 @@ VOCABULARY: dict[str, Word] = {
     "combine_only": Word("scenario", "combine_only", "combine of injected rows, on copies and on a view"),
     "dispatch_only": Word("scenario", "dispatch_only", "dispatch of random bit patterns, NaN payloads among them"),
     "packed": Word("scenario", "packed", "prefetch of uint8 weights with scales"),
+    "grouped": Word(
+        "scenario", "grouped", "experts alone: groups empty, of one row, at the padding and beside it"
+    ),
     "grads": Word("scenario", "grads", "gradients of redundant experts come home"),
     "life": Word("scenario", "life", "recreate, two Buffers, two layers on the same slots, destroy"),
     "refusals": Word("scenario", "refusals", "bad input that every build must refuse"),
@@ -199,7 +205,10 @@ class Case:
     @property
     def portable(self) -> bool:
         """Whether real hardware accepts the geometry (docs/contract.md, Limits)."""
-        return self.H % 128 == 0 and self.I % 128 == 0 and (self.R % 2 == 0 or self.experts_per_rank % 4 == 0)
+        planned = self.R % 2 == 0 or self.experts_per_rank % 4 == 0
+        if self.format.name == "mxfp4":  # packed rows count in bytes, and scales in 16384 bytes an expert
+            return self.H % 256 == 0 and self.I % 256 == 0 and self.H * self.I // 32 % 16384 == 0 and planned
+        return self.H % 128 == 0 and self.I % 128 == 0 and planned
 
     def token_count(self, rank: int) -> int:
         """Real tokens of ``rank``; tokens from this index on are padding."""
@@ -296,6 +305,7 @@ def _check_rest(case: Case) -> None:
         case.scenario.name != "grads" or case.slots is None,
         f"grads with slots{case.slots}: training needs E/R={case.experts_per_rank} slots; leave slots out",
     )
+    _check_format(case)
     _check_relations(case)
     _check_routing_argument(case)
     _check_routing_geometry(case)
@@ -303,9 +313,23 @@ def _check_rest(case: Case) -> None:
         _check_model(case)
 
 
+def _check_format(case: Case) -> None:
+    """What packed weights need."""
+    if case.format.name != "mxfp4":
+        return
+    for name in ("H", "I"):
+        size = getattr(case, name)
+        _require(
+            size % 32 == 0,
+            f"{name}={size}: mxfp4 shares a scale among 32 values, so H and I must be multiples of 32; "
+            f"the next larger {name} is {-(-size // 32) * 32}",
+        )
+    _require(case.scenario.name != "grads", "grads with mxfp4: packed weights have no gradients; leave mxfp4 out")
+
+
 def _check_model(case: Case) -> None:
     """What the model ``k3`` can run: its router chooses K distinct experts for each of S tokens."""
-    scenarios = ("base", "two_poisons", "marked_slots", "layers")
+    scenarios = ("base", "two_poisons", "marked_slots", "layers", "grouped")
     _require(
         case.scenario.name in scenarios,
         f"scenario {case.scenario}: model k3 runs {', '.join(scenarios)}; use one of these, or model moe",

@@ -80,6 +80,7 @@ RequireOption = Annotated[
 WaiversOption = Annotated[
     str | None, typer.Option(help="File of known defects of an engine; none: no waivers; else those we ship.")
 ]
+ExpertsOption = Annotated[str, typer.Option(help="Who computes expert rows: torch, deep_gemm, MODULE:FUNCTION.")]
 RelaxedOption = Annotated[bool, typer.Option("--relaxed", help="Also run cases that real hardware refuses.")]
 
 DestructiveOption = Annotated[
@@ -92,6 +93,7 @@ _NO_OPTIONS: dict[str, Any] = {
     **dict.fromkeys(("moonep_module", "api", "policy", "waivers", "fault")),
     "relaxed": False,
     "destructive": False,
+    "experts": "reference",
 }
 
 
@@ -111,6 +113,7 @@ def run(
     device: DeviceOption = None,
     waivers: WaiversOption = None,
     moonep_module: ModuleOption = None,
+    experts: ExpertsOption = "reference",
     api: ApiOption = None,
     policy: PolicyOption = None,
     relaxed: RelaxedOption = False,
@@ -172,6 +175,7 @@ def shrink(
     device: DeviceOption = None,
     waivers: WaiversOption = None,
     moonep_module: ModuleOption = None,
+    experts: ExpertsOption = "reference",
     api: ApiOption = None,
     policy: PolicyOption = None,
     relaxed: RelaxedOption = False,
@@ -292,6 +296,7 @@ def search(
     device: DeviceOption = None,
     waivers: WaiversOption = None,
     moonep_module: ModuleOption = None,
+    experts: ExpertsOption = "reference",
     api: ApiOption = None,
     policy: PolicyOption = None,
     relaxed: RelaxedOption = False,
@@ -330,6 +335,7 @@ def mutate(
         list[str] | None, typer.Option("--kind", help="Only faults that stand for this kind or bug, e.g. K08.")
     ] = None,
     subject: SubjectOption = "reference",
+    experts: ExpertsOption = "reference",
     sglang_path: PathOption = None,
     world: WorldOption = None,
     device: DeviceOption = None,
@@ -482,6 +488,7 @@ def _job(options: Mapping[str, Any]) -> Job:
             subject=options["subject"],
             path=options["sglang_path"],
             waivers="" if options["waivers"] == "none" else options["waivers"],
+            experts=options["experts"],
             world=options.get("world"),
             keep=options.get("record", "full"),
             **given,

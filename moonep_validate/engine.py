@@ -19,6 +19,8 @@ import torch
 from moonep_validate.case import Case, CaseError, Spec
 from moonep_validate.checks import CHECKS, Check, run_check
 from moonep_validate.checks.relations import relation_results
+from moonep_validate.experts import DEFAULT
+from moonep_validate.experts import probe as probe_experts
 from moonep_validate.facts import Step, steps_of
 from moonep_validate.faults import Seams, parse_fault
 from moonep_validate.keep import Keep
@@ -27,7 +29,7 @@ from moonep_validate.problem import CPU
 from moonep_validate.provenance import describe
 from moonep_validate.rig import Rig
 from moonep_validate.scenarios import NEEDS_GPU, SCENARIOS
-from moonep_validate.subjects import REFERENCE, Subject, engines, module_subject
+from moonep_validate.subjects import REFERENCE, Subject, engines, module_subject, subject_with_experts
 from moonep_validate.subjects.probe import probe
 from moonep_validate.trace import Call, Part, Recorder, Relation, Trace, described
 from moonep_validate.verdict import NO_CHECK, STAGES, Finding, Result, Verdict
@@ -46,6 +48,7 @@ GROUPS = {
     "engine": ("load", "prepare", "experts", "layer"),
 }
 _NO_STEP = ("open", "close", "load")
+PARTS = ("part", "engine_part", "experts_part")
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class Job:
         destructive: run bad input on the module that may trap, hang or end the process.
         faults: seeded faults.
         deadline: seconds that a rank may run without a sign of life.
+        experts: who computes the expert rows around a Buffer, see ``experts.find``.
+        experts_part: what that is, or None where it cannot run.
         keep: how much of each tensor is recorded, see keep.py.
         first_deadline: the same in the first case of a Buffer key, where memory is mapped and kernels compiled;
             None is three times the deadline.
@@ -85,6 +90,8 @@ class Job:
     destructive: bool = False
     faults: tuple[Spec, ...] = ()
     deadline: float = 30.0
+    experts: str = DEFAULT
+    experts_part: Part | None = None
     first_deadline: float | None = None
     keep: str = "full"
     waivers: str | None = None
@@ -131,7 +138,7 @@ class Job:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Job:
         """Read ``to_json``."""
-        parts = {name: Part.from_json(data[name]) if data[name] else None for name in ("part", "engine_part")}
+        parts = {name: Part.from_json(data[name]) if data[name] else None for name in PARTS}
         return cls(**{**data, **parts, "faults": tuple(Spec.parse(fault) for fault in data["faults"])})
 
 
@@ -147,6 +154,7 @@ def make_job(
     path: str | None = None,
     device: str | None = None,
     waivers: str | None = None,
+    experts: str = DEFAULT,
     world: str | None = None,
     keep: str = "full",
 ) -> Job:
@@ -164,10 +172,10 @@ def make_job(
             raise CaseError(
                 f"--record {keep} goes with a Buffer; an engine's cases are small and recorded in full"
             )
-        if module or api or policy or relaxed or destructive:
+        if module or api or policy or relaxed or destructive or experts != DEFAULT:
             raise CaseError(
-                f"--subject {subject}: --moonep-module, --api, --policy, --relaxed and --destructive "
-                "go without it; an engine takes the moonep that it can import"
+                f"--subject {subject}: --moonep-module, --experts, --api, --policy, --relaxed and --destructive "
+                "go without it; an engine takes the moonep that it can import, and has its own experts"
             )
         device = device or ("cuda" if torch.cuda.device_count() > 1 else "cpu")
         job = Job(engine=subject, path=path, device=device, faults=parsed, deadline=deadline, waivers=waivers)
@@ -183,12 +191,24 @@ def make_job(
     if module is None:
         if api or policy or relaxed or destructive:
             raise CaseError("--api, --policy, --relaxed and --destructive go with --moonep-module")
-        return Job(world=world, device=device, faults=parsed, deadline=deadline, keep=keep, options=options)
+        job = Job(world=world, device=device, faults=parsed, deadline=deadline, keep=keep, options=options)
+        return _with_experts(job, experts)
     options += " --relaxed" * relaxed + " --destructive" * destructive
     job = Job(module, None, None, relaxed=relaxed, destructive=destructive, faults=parsed, deadline=deadline)
     job = replace(job, world=world, device=device, keep=keep, options=options)
     generation, part = probe(module, api, policy, job.environment)
-    return replace(job, generation=generation, part=part)
+    return _with_experts(replace(job, generation=generation, part=part), experts)
+
+
+def _with_experts(job: Job, name: str) -> Job:
+    """Ask a part for the experts what it is; one that cannot run here makes every case not run."""
+    if name == DEFAULT:
+        return job
+    answer = probe_experts(name)
+    options = f"{job.options} --experts {name}".strip()
+    if isinstance(answer, str):
+        return replace(job, experts=name, not_run=answer, options=options)
+    return replace(job, experts=name, experts_part=answer, options=options)
 
 
 def _refuse_world(world: str | None, device: str | None, outside: str | None) -> None:
@@ -277,6 +297,13 @@ def _module_subject(
 
 def subject_of(job: Job) -> Subject:
     """The subject of a job."""
+    subject = _subject_of(job)
+    if job.engine is not None or job.experts == DEFAULT:
+        return subject
+    return subject_with_experts(subject, job.experts, job.experts_part, job.not_run)
+
+
+def _subject_of(job: Job) -> Subject:
     if job.engine is not None:
         return _engine_subject(job.engine, job.part, job.engine_part, job.not_run, job.device)
     if job.module is None:
@@ -305,7 +332,7 @@ def unmet(job: Job, wanted: Sequence[str]) -> list[str]:
         for part in dict.fromkeys(parts[name] for name in GROUPS.get(stage, (stage,))):
             if job.not_run:
                 found.append(f"--require {demand} is not met: {job.not_run}")
-            elif part.origin != "real" or part.package.partition(".")[0] != package:
+            elif part.origin != "real" or package not in part.package.split("."):
                 found.append(f"--require {demand} is not met: {part.origin} {describe(part)} would run")
     return found
 
@@ -348,7 +375,7 @@ def rank_main(job: Job, case: Case, comm: Comm, recorder: Recorder) -> list[Rela
     """The only function that runs on a rank; returns the relations that the scenario promises."""
     seams = Seams(job.faults, comm.rank)
     device = comm.device if job.engine is None else CPU
-    rig = Rig(case, comm, recorder, seams, subject_of(job).open, device=device)
+    rig = Rig(case, comm, recorder, seams, subject_of(job).open, device=device, experts=job.experts)
     try:
         SCENARIOS[case.scenario.name](rig)
     finally:

@@ -116,6 +116,11 @@ class Step:
         return self.tap(op, name).numpy().astype(np.int64)
 
     @property
+    def has_scales(self) -> bool:
+        """Whether the layer's weights were loaded as packed codes with scales."""
+        return "local_gate_scale" in self.call("load", 0).tensors
+
+    @property
     def rounds(self) -> tuple[str, ...]:
         """Rounding points of the experts beyond those of the reference, as their part declares them."""
         return self.trace.parts["experts"].rounds

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from moonep_validate.contract import Ints, Layout
+from moonep_validate.experts.offsets import offsets
 from moonep_validate.facts import Missing, Step
 from moonep_validate.oracle.plan import make_plan
 from moonep_validate.stats import expert_bytes, plan_stats
@@ -16,12 +17,18 @@ def measures(steps: Iterable[Step]) -> dict[str, float]:
     """Rows computed away from home and padding per real row, over all steps; what an engine's own padding costs.
 
     Returns:
-        ``rows_moved``, ``padding_ratio``; where an engine padded its batch also ``pads_slots``,
+        ``rows_moved``, ``padding_ratio``, ``offset_bits``; where an engine padded its batch also ``pads_slots``,
         ``pads_rows_moved`` and ``pads_prefetch_bytes`` of all ranks, and the same with ``local_`` for padding that
         stays at home.
     """
     steps = list(steps)
-    return {**_moved(steps), **_cost_of_pads(steps)}
+    return {**_moved(steps), **_cost_of_pads(steps), **_offset_bits(steps)}
+
+
+def _offset_bits(steps: list[Step]) -> dict[str, float]:
+    """Bits of the largest element offset of the compute stage; above 31, 32-bit arithmetic would wrap."""
+    ran = [step for step in steps if "experts" in step.ops()]
+    return {"offset_bits": max(one.end for one in offsets(ran[0].case)).bit_length()} if ran else {}
 
 
 def _moved(steps: list[Step]) -> dict[str, float]:

@@ -128,7 +128,7 @@ def case_list(job: Job) -> list[Case]:
     supports = subject_of(job).supports
     groups: dict[str, list[Case]] = {}
     for case in sorted((case for case in listed if supports(case) is None), key=_cost):
-        groups.setdefault(case.scenario.name, []).append(case)
+        groups.setdefault(f"{case.scenario} {case.format}", []).append(case)
     turns = range(max((len(group) for group in groups.values()), default=0))
     return [group[turn] for turn in turns for group in groups.values() if turn < len(group)][:MOST_CASES]
 

@@ -46,6 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--moonep-waivers", help="file of known defects of an engine; none: no waivers; else those we ship")
     add("--moonep-require", action="append", default=[], help="STAGE=PACKAGE that must really run, e.g. load=vllm")
     add("--moonep-module", help="importable module with MoonEP's Buffer; else the embedded reference is judged")
+    add("--moonep-experts", default="reference", help="who computes expert rows: torch, MODULE:FUNCTION, ...")
     add("--moonep-api", choices=("A", "B"), help="API generation, where the signatures do not tell")
     add(
         "--moonep-policy",
@@ -182,6 +183,7 @@ def _job(config: pytest.Config) -> Job:
             option("--moonep-sglang-path"),
             option("--moonep-device"),
             "" if option("--moonep-waivers") == "none" else option("--moonep-waivers"),
+            option("--moonep-experts"),
             option("--moonep-world"),
             option("--moonep-record"),
         )

@@ -17,7 +17,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from moonep_validate import routing
-from moonep_validate.case import Case
+from moonep_validate.case import Case, CaseError
 from moonep_validate.contract import Layout
+from moonep_validate.formats import mxfp4
 from moonep_validate.hashing import below, hashed, normal, unit
 
 CPU = torch.device("cpu")
@@ -66,7 +67,7 @@ def batch(case: Case, rank: int, tokens: int | None = None, device: torch.device
     real = case.token_count(rank) if tokens is None else tokens
     ids = routing.topk_ids(case, rank).to(device)
     with device:
-        hidden = _HIDDEN[case.fill.name](case, rank)
+        hidden = _HIDDEN[case.fill.name](_token_hash("hidden", case, rank, case.H))
         weights = _ROUTE_WEIGHTS[case.fill.name](case, rank)
     hidden[real:] = 0
     weights[real:] = 0
@@ -150,14 +151,10 @@ def _token_hash(name: str, case: Case, rank: int, columns: int) -> Tensor:
     return hashed(name, case.seed, rank, torch.arange(case.S)[:, None], torch.arange(columns))
 
 
-def _ints_hidden(case: Case, rank: int) -> Tensor:
-    hidden = below(_token_hash("hidden", case, rank, case.H), 3).float() - 1
+def _ints_hidden(noise: Tensor) -> Tensor:
+    hidden = below(noise, 3).float() - 1
     hidden[:, 0] = 1.0
     return hidden
-
-
-def _real_hidden(case: Case, rank: int) -> Tensor:
-    return normal(_token_hash("hidden", case, rank, case.H))
 
 
 def _ints_route_weights(case: Case, rank: int) -> Tensor:
@@ -203,6 +200,25 @@ def random_bits(case: Case, rank: int) -> Batch:
     return Batch(hidden.view(torch.bfloat16), tokens.topk_ids, weights.view(torch.float32), tokens.tokens)
 
 
+def compute_rows(case: Case, rank: int, step: int, count: int) -> tuple[Tensor, Tensor]:
+    """Rows for experts that are tried alone, in the values of the fill.
+
+    Args:
+        case: its fill, seed and H.
+        rank: whose.
+        step: number of the step; each has rows of its own.
+        count: how many.
+
+    Returns:
+        bf16 ``[count, H]`` and route weights float32 ``[count]``.
+    """
+    place = torch.arange(count)[:, None]
+    rows = _HIDDEN[case.fill.name](hashed(f"compute {step}", case.seed, rank, place, torch.arange(case.H)))
+    noise = hashed(f"compute route {step}", case.seed, rank, torch.arange(count))
+    exact = case.fill.name == "ints"
+    return rows.to(torch.bfloat16), below(noise, 2).float() / 2 + 0.5 if exact else unit(noise).float()
+
+
 def injected_rows(case: Case, rank: int, num_rows: int) -> Tensor:
     """Rows for a stage that is tried alone: bf16 ``[num_rows, H]``, in the values of the fill."""
     noise = hashed("injected", case.seed, rank, torch.arange(num_rows)[:, None], torch.arange(case.H))
@@ -212,6 +228,43 @@ def injected_rows(case: Case, rank: int, num_rows: int) -> Tensor:
 def projection_shapes(case: Case) -> dict[str, tuple[int, ...]]:
     """Shape of one expert's matrices."""
     return {"gate": (case.I, case.H), "up": (case.I, case.H), "down": (case.H, case.I)}
+
+
+def stored_shapes(case: Case) -> dict[str, tuple[int, ...]]:
+    """Shape of one expert's tensors as the case's format stores them; scales come after all weights."""
+    shapes = projection_shapes(case)
+    if case.format.name == "bf16":
+        return shapes
+    codes: dict[str, tuple[int, ...]] = {name: (rows, columns // 2) for name, (rows, columns) in shapes.items()}
+    return codes | {f"{name}_scale": (rows, columns // mxfp4.BLOCK) for name, (rows, columns) in shapes.items()}
+
+
+def stored_dtype(case: Case) -> torch.dtype:
+    """The dtype of all weight tensors of the case's format."""
+    return torch.bfloat16 if case.format.name == "bf16" else torch.uint8
+
+
+def stored(case: Case, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights in the case's format, by the names of ``stored_shapes``.
+
+    Args:
+        case: whose format and fill.
+        weights: projection -> bf16 ``[experts, rows, columns]``.
+
+    Raises:
+        CaseError: if the fill promises exact sums and a weight is no code times a scale.
+    """
+    if case.format.name == "bf16":
+        return dict(weights)
+    packed = {name: mxfp4.encode(weights[name]) for name in PROJECTIONS}
+    if case.fill.name == "ints":
+        for name, (codes, scale) in packed.items():
+            if not torch.equal(mxfp4.decode(codes, scale, torch.bfloat16), weights[name]):
+                raise CaseError(
+                    f"{case}: a {name} weight of fill:ints is no E2M1 code times a scale; use fill:real"
+                )
+    whole = {name: codes for name, (codes, _) in packed.items()}
+    return whole | {f"{name}_scale": scale for name, (_, scale) in packed.items()}
 
 
 def packed_weights(case: Case) -> dict[str, tuple[tuple[int, ...], Callable[[int], Tensor]]]:
@@ -256,11 +309,7 @@ def _binade(noise: Tensor) -> Tensor:
     return (1 + below(noise, 128).float() / 128) * _sign(noise >> 16)
 
 
-def _ulp_hidden(case: Case, rank: int) -> Tensor:
-    return _binade(_token_hash("hidden", case, rank, case.H))
-
-
-_HIDDEN = {"ints": _ints_hidden, "real": _real_hidden, "ulp": _ulp_hidden, "cancel": _real_hidden}
+_HIDDEN = {"ints": _ints_hidden, "real": normal, "ulp": _binade, "cancel": normal}
 _ROUTE_WEIGHTS = {
     "ints": _ints_route_weights,
     "real": _real_route_weights,

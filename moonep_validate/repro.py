@@ -88,6 +88,8 @@ def _refuse(case: Case, module: str) -> None:
         )
     if case.model.name != "moe":
         raise CaseError(f"model {case.model}: a script holds MoonEP's path only; leave {case.model} out")
+    if case.format.name != "bf16":
+        raise CaseError(f"format {case.format}: a script holds BF16 weights only; leave {case.format} out")
     routes = case.R * case.S * case.K
     if routes > MAX_ROUTES:
         raise CaseError(

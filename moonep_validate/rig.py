@@ -24,6 +24,7 @@ from moonep_validate.worlds.comm import Comm
 
 NAN = float("nan")
 _BYTE_POISON = 0xA5
+_NAN_SCALE = 0xFF
 _FIRST_OF_OTHERS = 16
 
 
@@ -73,6 +74,7 @@ class Rig:
         relations: promises made so far, the same on every rank.
         layers: layers with transformed weights by number.
         device: where data is made; the CPU for an engine, which moves it as it likes.
+        experts: name of the part that computes the expert rows, see ``experts.find``.
     """
 
     case: Case
@@ -84,6 +86,7 @@ class Rig:
     relations: list[Relation] = field(default_factory=list)
     layers: dict[int, Weights] = field(default_factory=dict)
     device: torch.device = CPU
+    experts: str = "reference"
 
     @contextmanager
     def open(self, **changes: Any) -> Iterator[Any]:
@@ -123,6 +126,10 @@ class Rig:
     def poison(self, tensor: Tensor) -> None:
         """Fill undefined memory; bytes get a byte pattern, since they have no NaN."""
         tensor.fill_(self.poison_value if tensor.is_floating_point() else _BYTE_POISON)
+
+    def poison_scale(self, scale: Tensor) -> None:
+        """Fill undefined E8M0 scales: they do have a NaN, and a large number is like any other byte."""
+        scale.fill_(_NAN_SCALE if self.poison_value != self.poison_value else _BYTE_POISON)
 
     def poison_padding(self, rows: Tensor, end: int, ranges: Tensor) -> None:
         """Fill rows after the last group, and the padding rows of ``zero_fill_ranges``."""

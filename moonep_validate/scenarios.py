@@ -135,6 +135,27 @@ def packed(rig: Rig) -> None:
         session.prefetch("base", sent.plan, slots)
 
 
+def grouped(rig: Rig) -> None:
+    """The experts alone: groups empty, of one row, at the padding and one beside it, all rows in one group."""
+    pad = rig.case.pad
+    with rig.open() as session:
+        groups = session.layout.num_groups
+        shapes = {
+            "one_row": [1] * groups,
+            "every_other": [(group % 2) * (pad + 2) for group in range(groups)],
+            "at_padding": [pad] * groups,
+            "around_padding": [(pad - 1, pad + 1, 0, 2 * pad)[group % 4] for group in range(groups)],
+            "first_group": [3 * pad + 1] + [0] * (groups - 1),
+            "last_group": [0] * (groups - 1) + [3 * pad + 1],
+            "uneven": [(group * 7 + rig.comm.rank * 3) % (2 * pad + 1) for group in range(groups)],
+        }
+        for number, (step, lengths) in enumerate(shapes.items()):
+            session.compute_alone(step, number, lengths)
+        rig.poison_value = 2.0**40
+        session.compute_alone("other_poison", number, lengths)
+        rig.promise("I10", "other_poison", step, "experts.out")
+
+
 def grads(rig: Rig) -> None:
     """Gradients of redundant experts come home: in order, once, and the slots are cleared."""
     with rig.open() as session:
@@ -409,6 +430,7 @@ SCENARIOS: dict[str, Callable[[Rig], None]] = {
         combine_only,
         dispatch_only,
         packed,
+        grouped,
         grads,
         life,
         refusals,
@@ -434,6 +456,7 @@ NEEDS_BUFFER = (
     "combine_only",
     "dispatch_only",
     "packed",
+    "grouped",
     "grads",
     "life",
     "refusals",

@@ -87,7 +87,10 @@ def _changes(case: Case) -> Iterator[dict[str, object]]:
     if case.tokens:
         yield {"tokens": None}
     yield from _geometry(case)
-    for name, small in (("H", 8), ("I", 8), ("pad", 1), ("seed", 0)):
+    if case.format.name != "bf16":
+        yield {"format": Spec("bf16")}
+    width = 8 if case.format.name == "bf16" else 32  # packed weights share a scale among 32 values
+    for name, small in (("H", width), ("I", width), ("pad", 1), ("seed", 0)):
         if getattr(case, name) != small and (name == "seed" or getattr(case, name) > small):
             yield {name: small}
     if case.fill.name != "ints":

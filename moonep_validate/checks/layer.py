@@ -11,6 +11,7 @@ from torch import Tensor
 from moonep_validate.checks import Compared, Place, axes, check, differ, differ_bits
 from moonep_validate.contract import Ints
 from moonep_validate.facts import Absent, Missing, Step
+from moonep_validate.formats import mxfp4
 from moonep_validate.oracle.activation import activation_of
 from moonep_validate.oracle.bounds import within
 from moonep_validate.oracle.dense import dense_layer
@@ -43,7 +44,7 @@ def dense_reference(s: Step) -> Iterator[Compared]:
     route_weights = torch.where(ids < 0, 0, route_weights)  # an invalid route counts for nothing (I2)
     if s.info("layer", "marked", False):  # the slots' down projection changed its sign: so does what they compute
         route_weights = torch.where(torch.from_numpy(s.in_slot[rank, token]), -route_weights, route_weights)
-    weights = [s.tap("load", f"local_{name}").flatten(0, 1) for name in PROJECTIONS]
+    weights = [_weight(s, name) for name in PROJECTIONS]
     exact = s.case.fill.name == "ints"
     place = _rank_of(s, rank, token)
     activation = activation_of(s.case.model)
@@ -52,6 +53,14 @@ def dense_reference(s: Step) -> Iterator[Compared]:
     )
     bad = None if exact else ~within(want, got.double(), variance)
     yield differ("layer output", want, got.double(), _place(rank, token), bad=bad)
+
+
+def _weight(s: Step, name: str) -> Tensor:
+    """One projection of all experts as numbers: ``[E, rows, columns]``."""
+    weight = s.tap("load", f"local_{name}").flatten(0, 1)
+    if not s.has_scales:
+        return weight
+    return mxfp4.decode(weight, s.tap("load", f"local_{name}_scale").flatten(0, 1))
 
 
 def _place(rank: Ints, token: Ints) -> Place:

@@ -48,17 +48,19 @@ def slot_content(s: Step) -> Iterator[Compared]:
         got = s.tap("prefetch", f"slot_{name}")[torch.from_numpy(rank), torch.from_numpy(slot)]
         want = local[torch.from_numpy(expert)]
         compared = differ_bits(f"{name} weight", want, got, _place(rank, slot, expert))
-        yield _with_owner(compared, local, want, got)
+        yield compared.noting(_owner(s, name, want, got)) if compared.findings else compared
 
 
-def _with_owner(compared: Compared, local: Tensor, want: Tensor, got: Tensor) -> Compared:
-    """Say whose weights the first wrong slot holds, if they are any expert's."""
-    if not compared.findings:
-        return compared
+def _owner(s: Step, name: str, want: Tensor, got: Tensor) -> str:
+    """Whose weights the first wrong slot holds, if they are any expert's: of this tensor or of another one."""
     wrong = int((bits(want) != bits(got)).flatten(1).any(dim=1).nonzero()[0])
-    holders = (bits(local) == bits(got[wrong])).flatten(1).all(dim=1).nonzero()[:, 0].tolist()
-    owner = f"; the slot holds expert {holders[0]}" if holders else "; the slot holds no expert's weights"
-    return compared.noting(owner)
+    for other in sorted(_names(s), key=lambda one: one != name):
+        local = s.tap("prefetch", f"local_{other}").flatten(0, 1)
+        if local.shape[1:] == got.shape[1:]:
+            holders = (bits(local) == bits(got[wrong])).flatten(1).all(dim=1).nonzero()[:, 0].tolist()
+            if holders:
+                return f"; the slot holds {f'{other} of ' * (other != name)}expert {holders[0]}"
+    return "; the slot holds no expert's weights"
 
 
 @check("W2", "prefetch", needs="digest")

@@ -79,8 +79,10 @@ def _judge(step: Step, base: Step, relation: Relation, stage: str, taps: list[st
 
 
 def _compare(step: Step, base: Step, op: str, name: str) -> Compared:
-    want, got = base.tap(op, name), step.tap(op, name)
     what = f"{op}.{name} of step {step.name!r} against {base.name!r}:"
+    if op == "experts" and base.has("experts", "valid"):
+        return _compare_valid(step, base, name, what)
+    want, got = base.tap(op, name), step.tap(op, name)
     if op == "dispatch" and name in ("rows", "row_weights"):
         index = np.nonzero(base.in_group)
         inside = tuple(torch.from_numpy(axis) for axis in index)
@@ -92,6 +94,18 @@ def _compare(step: Step, base: Step, op: str, name: str) -> Compared:
             raise Absent("the plan uses no slot")
         want, got = want[used], got[used]
     return differ_bits(what, want, got, lambda i: {"rank": i[0], "element": i[-1]})
+
+
+def _compare_valid(step: Step, base: Step, name: str, what: str) -> Compared:
+    """Rows of experts that were called alone; the others are undefined, and every rank has as many as it likes."""
+    if base.has("experts", "sample"):
+        raise Missing("only some rows of the experts are kept")
+    valid = [base.one("experts", rank, "valid") for rank in range(base.case.R)]
+    place = [(rank, int(row)) for rank, mask in enumerate(valid) for row in mask.nonzero()[:, 0]]
+    want, got = (
+        torch.cat([s.one("experts", rank, name)[mask] for rank, mask in enumerate(valid)]) for s in (base, step)
+    )
+    return differ_bits(what, want, got, lambda i: {"rank": place[i[0]][0], "row": place[i[0]][1], "column": i[1]})
 
 
 def _compare_moved(step: Step, relation: Relation, op: str, name: str) -> Compared:

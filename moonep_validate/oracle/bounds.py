@@ -4,8 +4,8 @@ One rounding to BF16 (8 significant bits) of a value v errs by at most half a un
 evenly: its variance is ulp(v)**2 / 12. A float32 accumulation of n products adds at most about
 sqrt(n) * 2**-24 * ||products||_2. Variances are propagated through the layer by its own derivatives
 (oracle/dense.py), and an element may be 6 standard deviations off: for a normal error that is one element in
-500 million. Seen on correct code: the median of |error| / sigma is 0.69 (0.67 for a normal error), so the
-bound is neither loose nor tight.
+500 million. Seen on correct code: the median of |error| / sigma is 0.69, with FP8 inputs and weights 0.68 (0.67
+for a normal error), so the bound is neither loose nor tight.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 SIGMAS = 6.0
+_BLOCK = 128
 BF16_BITS = 8
 FLOAT32_BITS = 24
+E4M3_BITS = 4
 
 
 def rounding_variance(value: Tensor, bits: int = BF16_BITS) -> Tensor:
@@ -26,6 +28,24 @@ def rounding_variance(value: Tensor, bits: int = BF16_BITS) -> Tensor:
     exponent = torch.frexp(value).exponent
     ulp = torch.where(value == 0, 0.0, torch.ldexp(torch.ones_like(value), exponent - bits))
     return ulp**2 / 12
+
+
+def block_variance(value: Tensor, rows: int) -> Tensor:
+    """Variance of rounding to E4M3 under one scale per ``rows`` x 128 elements of a matrix, shape kept.
+
+    The scale is at most the block's largest magnitude / 224 (a power of two that keeps it within E4M3's 448), so
+    the smallest step, that of subnormals, is at most that times 2**-9. Zero stays exact.
+
+    Args:
+        value: ``[n, K]``; blocks at the edges are smaller.
+        rows: 1 or 128.
+    """
+    pad = (0, -value.shape[1] % _BLOCK, 0, -value.shape[0] % rows)
+    blocks = torch.nn.functional.pad(value.abs(), pad).unflatten(1, (-1, _BLOCK)).unflatten(0, (-1, rows))
+    floor = blocks.amax(dim=(1, 3), keepdim=True) * (2.0**-9 / 224)
+    floor = floor.expand(blocks.shape).flatten(2, 3).flatten(0, 1)[: value.shape[0], : value.shape[1]]
+    variance = torch.maximum(rounding_variance(value, E4M3_BITS), floor**2 / 12)
+    return torch.where(value == 0, 0.0, variance)
 
 
 def accumulation_variance(sum_of_squares: Tensor, terms: int) -> Tensor:

@@ -8,17 +8,20 @@ and weighted row, then one partial sum per destination rank with several rows, t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from moonep_validate.oracle.activation import SILU, Activation
-from moonep_validate.oracle.bounds import accumulation_variance, rounding_variance
+from moonep_validate.oracle.bounds import accumulation_variance, block_variance, rounding_variance
 
 #: Rounding points that an experts part may declare beyond those of the reference experts: the SiLU by itself is
-#: rounded, the route weight is rounded, and the weight is applied before the down projection.
-ROUNDS = ("silu", "route_weight", "weighted_activation")
+#: rounded, the route weight is rounded, the weight is applied before the down projection; FP8: what goes into a
+#: product is rounded to E4M3 under a scale per 1 x 128, its weights under one per 128 x 128.
+ROUNDS = ("silu", "route_weight", "weighted_activation", "fp8_inputs", "fp8_weights")
+#: Rows of one group that are computed at once, so that memory is bounded whatever a group holds.
+CHUNK = 8192
 
 
 def gated_mlp(
@@ -36,10 +39,12 @@ def gated_mlp(
         activation: what is between the matrix products.
 
     Returns:
-        Output and error variance, both ``[n, H]``, float64, or float32 if ``exact``.
+        Output and error variance, both ``[n, H]``: float64 (float32 if ``exact`` on a CPU), and the variance
+        float64, or on a GPU float32.
     """
-    # Exact data are integers below 2**24 in every sum, so float32 gives the float64 result, in half the time.
-    kind = torch.float32 if exact else torch.float64
+    # Exact data are integers below 2**24 in every sum, so float32 gives the float64 result, in half the time; but
+    # a GPU may be set to multiply float32 in fewer bits.
+    kind = torch.float32 if exact and x.device.type == "cpu" else torch.float64
     x, gate, up, down = (tensor.to(kind) for tensor in (x, *weights))
     g, u = x @ gate.T, x @ up.T
     (gated, gate_slope), (linear, up_slope) = activation.gate(g), activation.up(u)
@@ -47,18 +52,54 @@ def gated_mlp(
     y = inner @ down.T
     if exact:
         return y, torch.zeros_like(y)
-    variance_g = rounding_variance(g) + accumulation_variance(x**2 @ (gate**2).T, x.shape[1])
-    variance_u = rounding_variance(u) + accumulation_variance(x**2 @ (up**2).T, x.shape[1])
+    rough = _rough(x.device)
+    x, gate, up, down, g, u, inner, out = (t.to(rough) for t in (x, gate, up, down, g, u, inner, y))
+    gated, gate_slope, linear, up_slope = (t.to(rough) for t in (gated, gate_slope, linear, up_slope))
+    variance_g = rounding_variance(g) + _product_variance(x, gate, rounds)
+    variance_u = rounding_variance(u) + _product_variance(x, up, rounds)
     variance = (gate_slope * linear) ** 2 * variance_g + (gated * up_slope) ** 2 * variance_u
     variance += rounding_variance(inner)
     if "silu" in rounds:
         variance += linear**2 * rounding_variance(gated)
     if "weighted_activation" in rounds:
         variance += rounding_variance(inner)  # of the weighted one, whose relative error is of the same size
-    variance = variance @ (down**2).T + accumulation_variance(inner**2 @ (down**2).T, down.shape[1])
+    variance = _product_variance(inner, down, rounds, variance)
     if "weighted_activation" not in rounds:
-        variance += rounding_variance(y)
+        variance += rounding_variance(out)
     return y, variance
+
+
+def _rough(device: torch.device) -> torch.dtype:
+    """The dtype of variances: beside float64 values on a GPU, float32 is enough for a bound, and much faster."""
+    return torch.float64 if device.type == "cpu" else torch.float32
+
+
+def _product_variance(x: Tensor, weight: Tensor, rounds: Sequence[str], variance: Tensor | float = 0.0) -> Tensor:
+    """Error variance of ``x @ weight.T`` by its inputs, its sum, and what is rounded before it: ``[n, rows]``.
+
+    Args:
+        x: ``[n, K]``.
+        weight: ``[rows, K]``.
+        rounds: see ``gated_mlp``.
+        variance: ``[n, K]``, what x itself errs by.
+    """
+    variance = variance + accumulation_variance(x**2, x.shape[1])
+    if "fp8_inputs" in rounds:
+        variance += block_variance(x, 1)
+    total = _product(variance, weight**2)
+    if "fp8_weights" in rounds:
+        total += _product(x**2, block_variance(weight, 128))
+    return total
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right.T`` of terms that are not negative, so that each product is right to the size of its factors.
+
+    Float32 (see ``_rough``) in BF16: that is 3 roundings of at most 2**-8, and the result is made larger by more.
+    """
+    if left.dtype == torch.float64:
+        return left @ right.T
+    return (left.bfloat16() @ right.bfloat16().T).float() * (1 + 2.0**-6)
 
 
 def expert_rows(
@@ -78,16 +119,18 @@ def expert_rows(
         exact, rounds, activation: see ``gated_mlp``.
 
     Returns:
-        Output and error variance, both float64 ``[n, H]``.
+        Output float64 and error variance, both ``[n, H]``; see ``gated_mlp``.
     """
     y, variance = gated_mlp(x, weights, exact, rounds, activation)
     scale = route_weights.to(y.dtype)[:, None]
     if exact:
         return (scale * y).double(), variance.double()
-    variance = variance * scale**2 + rounding_variance(scale * y)
+    out = scale * y
+    factor = scale.to(variance.dtype)
+    variance = variance * factor**2 + rounding_variance(out.to(variance.dtype))
     if "route_weight" in rounds:
-        variance += y**2 * rounding_variance(scale)
-    return scale * y, variance
+        variance += y.to(variance.dtype) ** 2 * rounding_variance(factor)
+    return out, variance
 
 
 def grouped_rows(
@@ -99,7 +142,7 @@ def grouped_rows(
     rounds: Sequence[str] = (),
     activation: Activation = SILU,
 ) -> tuple[Tensor, Tensor]:
-    """Rows that belong to different groups.
+    """Rows that belong to different groups, computed where they are, at most ``CHUNK`` at a time.
 
     Args:
         x: ``[n, H]``.
@@ -111,19 +154,28 @@ def grouped_rows(
     Returns:
         Output and error variance, both float64 ``[n, H]``.
     """
-    out, variance = torch.empty(x.shape, dtype=torch.float64), torch.zeros(x.shape, dtype=torch.float64)
-    order = group.argsort(stable=True)
-    counts = group.bincount().tolist()
-    begin = 0
-    for index, count in enumerate(counts):
-        if count:
-            rows = order[begin : begin + count]
-            mine = [weight[index] for weight in weights]
-            result = expert_rows(x[rows], mine, route_weights[rows], exact, rounds, activation)
-            out[rows], begin = result[0], begin + count
-            if not exact:
-                variance[rows] = result[1]
+    out = torch.empty(x.shape, dtype=torch.float64, device=x.device)
+    variance = torch.zeros_like(out)
+    for index, rows in pieces(group):
+        mine = [weight[index] for weight in weights]
+        result = expert_rows(x[rows], mine, route_weights[rows], exact, rounds, activation)
+        out[rows] = result[0]
+        if not exact:
+            variance[rows] = result[1].double()
     return out, variance
+
+
+def pieces(group: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The rows of each group in order, at most ``CHUNK`` at a time: pairs of the group and int64 row numbers.
+
+    Args:
+        group: ``[n]``, index of each row's group.
+    """
+    order, begin = group.argsort(stable=True), 0
+    for index, count in enumerate(group.bincount().tolist()):
+        for rows in order[begin : begin + count].split(CHUNK) if count else ():
+            yield index, rows
+        begin += count
 
 
 def dense_layer(
@@ -173,7 +225,11 @@ def _partial_sum_variance(rows: Tensor, rank_of: Tensor | None) -> Tensor:
         rank_of: ``[..., K]`` or None.
     """
     tokens, top_k, _ = rows.shape
-    place = torch.arange(top_k).expand(tokens, -1) if rank_of is None else rank_of.reshape(-1, top_k)
+    place = (
+        torch.arange(top_k, device=rows.device).expand(tokens, -1)
+        if rank_of is None
+        else rank_of.reshape(-1, top_k)
+    )
     variance = torch.zeros_like(rows[:, 0])
     for k in range(top_k):
         together = place == place[:, k : k + 1]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from moonep_validate import __version__
+from moonep_validate import __version__, experts
 from moonep_validate.case import Case
 from moonep_validate.reference import moonep_a, moonep_b
 from moonep_validate.rig import Rig, Session
@@ -52,6 +52,7 @@ class _RelaxedB(moonep_b.Buffer):
 _EXPERTS = Part("reference", "moonep_validate.reference.experts", __version__, policy="upstream")
 #: What stands behind a stage that a subject does not have.
 NOTHING = Part("none", "nothing", "-")
+_OUR_EXPERTS, _NO_KERNEL = "experts were this project's reference, ", "no GPU kernel, "
 _REFERENCE = Part("reference", "moonep_validate.reference", __version__, policy="upstream")
 
 
@@ -75,7 +76,7 @@ REFERENCE = Subject(
     parts={**dict.fromkeys(STAGES, _REFERENCE), "experts": _EXPERTS},
     generations=("A", "B"),
     proves="the suite's own reference transport and experts keep the contract on these cases",
-    leaves_open="nothing outside this project ran: no MoonEP build, no GPU kernel, no serving engine",
+    leaves_open=f"nothing outside this project ran: no MoonEP build, {_NO_KERNEL}no serving engine",
 )
 
 
@@ -124,5 +125,34 @@ def module_subject(
         },
         generations=(generation,),
         proves=f"{ours}{name} {part.version} keeps the contract from plan to combine on these cases",
-        leaves_open=f"experts were this project's reference, ranks were {ranks}, no engine ran",
+        leaves_open=f"{_OUR_EXPERTS}ranks were {ranks}, no engine ran",
     )
+
+
+def subject_with_experts(subject: Subject, name: str, part: Part | None, not_run: str | None) -> Subject:
+    """A subject with another part in the place of our reference experts.
+
+    Args:
+        subject: a Buffer with experts around it.
+        name: of the part.
+        part: what it is, or None where it cannot run.
+        not_run: why it cannot.
+    """
+
+    def supports(case: Case) -> str | None:
+        return not_run or subject.supports(case) or experts.unsupported(name, case)
+
+    who = f"{part.package} {part.version}" if part else name
+    return replace(
+        subject,
+        supports=supports,
+        parts={**subject.parts, "experts": part or NOTHING},
+        proves=f"the experts {who} compute the right rows on these cases; {subject.proves}",
+        leaves_open=_without_experts(subject.leaves_open),
+    )
+
+
+def _without_experts(leaves_open: str) -> str:
+    """What a pass leaves open once the experts are no longer ours."""
+    text = leaves_open.replace(_OUR_EXPERTS, "").replace(_NO_KERNEL, "")
+    return text.replace("nothing outside this project ran", "beside the experts, nothing outside this project ran")

@@ -5,17 +5,27 @@ The recorder sits outside the seams, so that it sees what a fault does; what goe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moonep_validate import experts
 from moonep_validate.contract import Layout
 from moonep_validate.keep import sampled_rows
-from moonep_validate.problem import PROJECTIONS, Batch, projection_shapes
-from moonep_validate.reference.experts import grouped_experts
+from moonep_validate.problem import (
+    PROJECTIONS,
+    Batch,
+    compute_rows,
+    projection_shapes,
+    stored,
+    stored_dtype,
+    stored_shapes,
+)
+from moonep_validate.reference.experts import swiglu
+from moonep_validate.reference.routed import situ
 from moonep_validate.rig import Dispatched, Rig
 from moonep_validate.subjects.adapter import Gradients, Slots, make_buffer
 from moonep_validate.subjects.captured import Captured, in_capture
@@ -31,10 +41,20 @@ PLAN_FIELDS = (
     "dup_loffs",
     "dup_counts",
 )
+_ACTIVATION_OF: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"moe": swiglu, "k3": situ}
+_SIGNS = 0x88
+
+
+def negate(weight: Tensor) -> None:
+    """Change the sign of every value in place: of BF16, or of the two E2M1 codes of a byte."""
+    if weight.dtype == torch.uint8:
+        weight.bitwise_xor_(_SIGNS)
+    else:
+        weight.neg_()
 
 
 class ComposedSession:
-    """One rank: a Buffer, weights with slots, and our reference experts.
+    """One rank: a Buffer, weights with slots, and the experts of the rig, our reference by default.
 
     Args:
         rig: what the scenario holds.
@@ -53,7 +73,8 @@ class ComposedSession:
             for name in ("dispatch", "prefetch_weight", "combine", "reduce_grad", "destroy")
             if hasattr(self.buffer, name)
         }
-        self._experts = rig.seams.around("experts", grouped_experts)
+        activation = rig.seams.around("model.activation", _ACTIVATION_OF[case.model.name])
+        self._experts = rig.seams.around("experts", experts.prepared(rig.experts, case, activation))
         self._wait = rig.seams.around("event.wait", lambda event: event.wait())
         self._expert_weights = rig.seams.around("weights", rig.expert_weights)
         self.shapes = projection_shapes(case)
@@ -63,9 +84,9 @@ class ComposedSession:
 
     @property
     def weights(self) -> Slots:
-        """The BF16 weights; allocated when first used, collective."""
+        """The weights in the case's format; allocated when first used, collective."""
         if self._weights is None:
-            self._weights = self.make_slots(self.shapes, torch.bfloat16)
+            self._weights = self.make_slots(stored_shapes(self.case), stored_dtype(self.case))
         return self._weights
 
     def make_slots(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Slots:
@@ -84,8 +105,9 @@ class ComposedSession:
         with self.rig.recorder.call(f"load {layer}", "load", layer=layer) as call:
             ranks = range(self.case.R) if weights.needs_all_experts else [self.rank]
             parts = [self._expert_weights(rank, layer) for rank in ranks]
-            weights.load({name: torch.cat([part[name] for part in parts]) for name in PROJECTIONS})
-            call.put(**{f"local_{name}": weights.local(name) for name in PROJECTIONS})
+            whole = {name: torch.cat([part[name] for part in parts]) for name in PROJECTIONS}
+            weights.load(stored(self.case, whole))
+            call.put(**{f"local_{name}": weights.local(name) for name in weights.names})
         self.layer = layer
 
     def forward(self, step: str, batch: Batch, layer: int = 0, mark: bool = False, **flags: bool) -> Tensor:
@@ -111,7 +133,7 @@ class ComposedSession:
             self.rig.poison(sent.rows[sent.end :])
             self.prefetch(step, sent.plan, self.weights, async_finish=flags.get("async_finish", False))
             if mark:
-                self.weights.slots("down").neg_()
+                negate(self.weights.slots("down"))
             out = self.experts(step, sent, in_place=flags.get("zero_copy", False))
             result = self.combine(step, sent, out, **flags)
             call.put(out=result)
@@ -121,7 +143,8 @@ class ComposedSession:
         """Fill this rank's slots; recorded, since peers may push from the next prefetch on (W4)."""
         with self.rig.recorder.call(step, "poison_slots"):
             for name in self.weights.names:
-                self.rig.poison(self.weights.slots(name))
+                fill = self.rig.poison_scale if name.endswith("_scale") else self.rig.poison
+                fill(self.weights.slots(name))
 
     def dispatch(
         self,
@@ -195,7 +218,7 @@ class ComposedSession:
             self._slots_of[step] = leases.generations["slots"]
 
     def experts(self, step: str, sent: Dispatched, in_place: bool = False) -> Tensor:
-        """Compute all groups with our experts; undefined rows of the result are poisoned.
+        """Compute all groups; undefined rows of the result are poisoned.
 
         Args:
             step: name of the step.
@@ -210,18 +233,57 @@ class ComposedSession:
         return sent.rows.copy_(out) if in_place else out
 
     def _compute(self, call: Call, sent: Dispatched) -> Tensor:
-        """Run the experts, and keep what P1 judges."""
-        weights = [self.weights.groups(name) for name in PROJECTIONS]
-        call.put(cu_seqlens=sent.cu_seqlens)
-        if call.policy.full:
-            call.put(rows=sent.rows, row_weights=sent.row_weights)
-            call.keep(**{f"weight_{name}": weight for name, weight in zip(PROJECTIONS, weights, strict=True)})
-        out: Tensor = self._experts(sent.rows, sent.row_weights, sent.cu_seqlens, weights)
+        """Run the experts, and keep what the checks of the stage judge."""
+        weights = {f"weight_{name}": self.weights.groups(name) for name in self.weights.names}
+        inputs = {"rows": sent.rows, "row_weights": sent.row_weights, "cu_seqlens": sent.cu_seqlens, **weights}
+        call.info["decoded"] = experts.decodes(self.rig.experts, self.case)
+        call.put(**inputs if call.policy.full else {"cu_seqlens": sent.cu_seqlens})
+        out: Tensor = self._experts(sent.rows, sent.row_weights, sent.cu_seqlens, list(weights.values()))
         if call.policy.full:
             call.put(out=out)
+            call.unchanged(**inputs)
         elif call.policy.reaches("columns"):
             _put_sample(call, sent, weights, out)
         return out
+
+    def compute_alone(self, step: str, number: int, lengths: Sequence[int]) -> Tensor:
+        """The experts on groups of given lengths, without dispatch; the slots hold the experts that come next.
+
+        Args:
+            step: name of the step.
+            number: of the step, so that each has rows of its own.
+            lengths: rows of each group before padding; there are as many rows again as a padding after the last
+                group, all poisoned.
+        """
+        self.load(0)
+        self.fill_slots()
+        pad = self.case.pad
+        counts = torch.tensor(lengths)
+        padded = -(-counts // pad) * pad
+        ends = padded.cumsum(0)
+        place = torch.arange(int(ends[-1]) + pad)
+        group = torch.searchsorted(ends, place, right=True).clamp(max=len(counts) - 1)
+        valid = place < (ends - padded + counts)[group]
+        rows, row_weights = compute_rows(self.case, self.rank, number, len(place))
+        rows[~valid], row_weights[~valid] = 0, 0
+        self.rig.poison(rows[ends[-1] :])
+        rows, row_weights, cu_seqlens = (t.to(self.rig.comm.device) for t in (rows, row_weights, ends.int()))
+        with self.rig.recorder.call(step, "experts") as call:
+            call.put(valid=valid)
+            return self._compute(call, Dispatched(rows, row_weights, cu_seqlens, None))
+
+    def fill_slots(self) -> None:
+        """Put the experts after this rank's own into its slots, without a prefetch."""
+        case, slots = self.case, self.layout.num_slots
+        first = (self.rank + 1) * self.layout.experts_per_rank
+        wanted = [(first + slot) % case.E for slot in range(slots)]
+        owners = {expert // self.layout.experts_per_rank for expert in wanted}
+        whole = {rank: stored(case, self._expert_weights(rank, 0)) for rank in owners}
+        for name in self.weights.names:
+            own = [
+                whole[e // self.layout.experts_per_rank][name][e % self.layout.experts_per_rank] for e in wanted
+            ]
+            self.weights.slots(name).copy_(torch.stack(own))
 
     @contextmanager
     def _leased(self, step: str, sent: Dispatched, slots: bool = False) -> Iterator[None]:
@@ -308,11 +370,15 @@ class ComposedSession:
         self._call["destroy"]()
 
 
-def _put_sample(call: Call, sent: Dispatched, weights: Sequence[Tensor], out: Tensor) -> None:
+def _put_sample(call: Call, sent: Dispatched, weights: Mapping[str, Tensor], out: Tensor) -> None:
     """Keep some rows whole, in and out, with the weights of their groups; P1 judges these."""
-    sample = sampled_rows(sent.end).to(out.device)
+    sample = sampled_rows(sent.end)
+    if "valid" in call.tensors:  # most rows of groups that are computed alone may be padding
+        occupied = call.tensors["valid"].nonzero()[:, 0]
+        sample = occupied[sampled_rows(len(occupied))]
+    sample = sample.to(out.device)
     groups = torch.searchsorted(sent.cu_seqlens.long(), sample, right=True)
     used, place = groups.unique(return_inverse=True)
     row_weights = None if sent.row_weights is None else sent.row_weights[sample]
     call.whole(sample=sample, sample_group=place, rows=sent.rows[sample], row_weights=row_weights, out=out[sample])
-    call.whole(**{f"weight_{name}": weight[used] for name, weight in zip(PROJECTIONS, weights, strict=True)})
+    call.whole(**{name: weight[used] for name, weight in weights.items()})

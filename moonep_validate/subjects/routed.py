@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +10,6 @@ from torch import Tensor
 from moonep_validate.problem import Batch
 from moonep_validate.problem_routed import ModelWeights, model_hidden, model_weights
 from moonep_validate.reference import routed
-from moonep_validate.reference.experts import grouped_experts
 from moonep_validate.rig import Rig
 from moonep_validate.subjects.composed import ComposedSession
 
@@ -27,8 +25,6 @@ class RoutedSession(ComposedSession):
 
     def __init__(self, rig: Rig, buffer: Callable[..., Any], group: Any) -> None:
         super().__init__(rig, buffer, group)
-        activation = rig.seams.around("model.activation", routed.situ)
-        self._experts = rig.seams.around("experts", partial(grouped_experts, activation=activation))
         functions: dict[str, Callable[..., Any]] = {
             "router": routed.route,
             "latent": routed.project,

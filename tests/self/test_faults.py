@@ -25,6 +25,7 @@ REFUSALS = "R4+E12+K3+S7+H24+I20+pad5+refusals"
 METAMORPHIC = "R4+E12+K3+S7+H24+I20+pad5+hot:1+metamorphic"
 INDEPENDENT = "R4+E12+K3+S7+H24+I20+pad5+hot:1+fill:real+independent"
 LINEAR = "R4+E12+K3+S7+H24+I20+pad5+hot:1+linear"
+MXFP4 = "R4+E12+K3+S7+H32+I64+pad5+hot:1+mxfp4"
 NEMESIS = "R3+E6+K4+S7+H24+I8+nemesis:"
 K3 = "R4+E12+K3+S7+H24+I20+pad5+zipf:1.0+fill:real+k3"
 
@@ -68,6 +69,20 @@ KILLED_BY = {
     "source-row-for-slot": ("failed", "P1", PLAIN),
     "first-group-skipped": ("failed", "P1", PLAIN),
     "gate-without-silu": ("failed", "P1", PLAIN),
+    "group-index-off-by-one": ("failed", "P1", PLAIN),
+    "group-id-per-tile": ("failed", "P1", PLAIN),
+    "no-group-lands-in-first-row": ("failed", "P1", PLAIN),
+    "tail-written": ("failed", "P2", PLAIN),
+    "output-in-float32": ("failed", "P3", PLAIN),
+    "weights-of-first-call": ("failed", "P1", LIFE),
+    "offset-wraps": ("failed", "P1", PLAIN),
+    "gate-for-up": ("failed", "P1", MXFP4),
+    "weight-on-input": ("failed", "P1", PLAIN),
+    "situ-for-silu": ("failed", "P1", PLAIN),
+    "nibbles-exchanged": ("failed", "P1", MXFP4),
+    "scales-of-next-expert": ("failed", "P1", MXFP4),
+    "scale-rows-shuffled": ("failed", "P1", MXFP4),
+    "scale-bias-off-by-one": ("failed", "P1", MXFP4),
     "duplicates-dropped": ("failed", "C1", PLAIN),
     "duplicates-added-twice": ("failed", "C1", PLAIN),
     "combine-applies-weights": ("failed", "C1", PLAIN),

@@ -156,7 +156,7 @@ def test_scenarios_of_the_model_pass(scenario: str) -> None:
     [
         (
             "fill:real+variants",
-            "scenario variants: model k3 runs base, two_poisons, marked_slots, layers; use one",
+            "scenario variants: model k3 runs base, two_poisons, marked_slots, layers, grouped; use one",
         ),
         ("fill:ints", "fill:ints: model k3 needs fill:real"),
         ("fill:real+tokens:7,0,1,2", "model k3 has S real tokens on every rank; leave tokens out"),

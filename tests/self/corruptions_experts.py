@@ -1,0 +1,32 @@
+"""Known ways to break what the experts did, packed weights and groups alone included."""
+
+from __future__ import annotations
+
+from moonep_validate.case import Case
+from moonep_validate.trace import Trace
+from tests.self.corruptions import Corruption, call, info, tensor
+
+
+def expert_rows_of_float32(trace: Trace) -> None:
+    call(trace, "experts").tensors["out"] = tensor(trace, "experts", "out").float()
+
+
+def scale_of_a_slot(trace: Trace) -> None:
+    tensor(trace, "prefetch", "slot_down_scale")[0, 7, 1] += 1
+
+
+def row_alone(trace: Trace) -> None:
+    """The last row that counts of the last step but one, where no dispatch says which rows do."""
+    step = call(trace, "experts", 1, "uneven")
+    step.tensors["out"][step.tensors["valid"].nonzero()[-1, 0], 4] += 16.0
+
+
+MXFP4 = Case.parse("genB+R4+E12+K3+S7+H32+I64+pad5+hot:1+mxfp4")
+GROUPED = Case.parse("genB+R2+E6+K2+S7+H32+I64+pad5+mxfp4+grouped")
+EXPERTS = [
+    Corruption("P2", "experts", "what experts changed of its inputs", info("experts", "changed", ["rows"])),
+    Corruption("P3", "experts", "shape and dtype of the expert output", expert_rows_of_float32),
+    Corruption("W1", "prefetch", "down_scale weight", scale_of_a_slot, MXFP4),
+    Corruption("P1", "experts", "expert output at rank 1, row 44, group 5, column 4", row_alone, GROUPED),
+    Corruption("I10", "experts", "experts.out of step 'other_poison' against 'uneven'", row_alone, GROUPED),
+]
