@@ -18,16 +18,22 @@ _BLOCK = 128
 BF16_BITS = 8
 FLOAT32_BITS = 24
 E4M3_BITS = 4
+#: Exponent bits of a dtype, and the integers to see them in.
+_EXPONENT = {torch.float32: (0x7F800000, torch.int32), torch.float64: (0x7FF << 52, torch.int64)}
 
 
 def rounding_variance(value: Tensor, bits: int = BF16_BITS) -> Tensor:
     """Variance of one rounding of ``value`` to ``bits`` significant bits, shape kept.
 
-    Zero stays exact.
+    Zero stays exact, as does what is not finite: it is compared as it is.
+
+    Args:
+        value: float32 or float64.
+        bits: of the format that it is rounded to.
     """
-    exponent = torch.frexp(value).exponent
-    ulp = torch.where(value == 0, 0.0, torch.ldexp(torch.ones_like(value), exponent - bits))
-    return ulp**2 / 12
+    mask, kind = _EXPONENT[value.dtype]
+    power = (value.view(kind) & mask).view(value.dtype)  # the power of two at or below it: ulp * 2**(bits - 1)
+    return torch.where(value.isfinite(), power, 0.0) ** 2 * (2.0 ** (2 - 2 * bits) / 12)
 
 
 def block_variance(value: Tensor, rows: int) -> Tensor:
