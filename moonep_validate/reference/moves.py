@@ -48,18 +48,17 @@ class Moves:
 
 def moves_of(plan: Any, rank: int, device: torch.device) -> Moves:
     """The moves of a plan; on a GPU they are kept on the plan, until one of its tensors changes."""
-    versions = tuple(tensor._version for tensor in _tensors(plan))
+    tensors = [value for value in vars(plan).values() if isinstance(value, Tensor)]
+    if device.type == "cpu" or any(tensor.is_inference() for tensor in tensors):  # those do not count their changes
+        return _derive(plan, rank, device)
+    versions = tuple(tensor._version for tensor in tensors)
     kept = vars(plan).get("_moves")
-    if device.type == "cuda" and kept and kept[0] == versions:
+    if kept and kept[0] == versions:
         moves: Moves = kept[1]
         return moves
     moves = _derive(plan, rank, device)
     object.__setattr__(plan, "_moves", (versions, moves))
     return moves
-
-
-def _tensors(plan: Any) -> list[Tensor]:
-    return [value for value in vars(plan).values() if isinstance(value, Tensor)]
 
 
 def _derive(plan: Any, rank: int, device: torch.device) -> Moves:
