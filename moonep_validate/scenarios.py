@@ -217,6 +217,16 @@ def nemesis(rig: Rig) -> None:
                 rig.promise("V19", step, f"alone_{number}", *_FLOWN)
             next(flying[number])
             rig.comm.pause("launch")
+        _one_after_the_other(rig, first)
+
+
+def _one_after_the_other(rig: Rig, session: Any) -> None:
+    """Two combines with nothing in between: peers may still read the rows of the first when the second begins."""
+    sent = session.dispatch("last", rig.batch())
+    rows = _injected(rig, sent)
+    others = -rows
+    session.combine("last", sent, rows)
+    session.combine("last_again", sent, others)
 
 
 def graph(rig: Rig) -> None:

@@ -7,6 +7,7 @@ and only counts and the worst element stay.
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -74,7 +75,9 @@ def _fused() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """``_piece`` compiled: what is between the products reads and writes memory once, not fifty times."""
     if importlib.util.find_spec("triton") is None:
         return _piece
-    compiled: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.compile(_piece, dynamic=True)
+    with warnings.catch_warnings():  # its first import uses what torch itself calls deprecated
+        warnings.simplefilter("ignore", DeprecationWarning)
+        compiled: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.compile(_piece, dynamic=True)
     return compiled
 
 
