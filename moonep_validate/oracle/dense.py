@@ -8,7 +8,11 @@ and weighted row, then one partial sum per destination rank with several rows, t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,33 +44,58 @@ def gated_mlp(
 
     Returns:
         Output and error variance, both ``[n, H]``: float64 (float32 if ``exact`` on a CPU), and the variance
-        float64, or on a GPU float32.
+        float64, or on a GPU float32; without the rounding of the output (``weighted``).
     """
     # Exact data are integers below 2**24 in every sum, so float32 gives the float64 result, in half the time; but
     # a GPU may be set to multiply float32 in fewer bits.
     kind = torch.float32 if exact and x.device.type == "cpu" else torch.float64
-    x, gate, up, down = (tensor.to(kind) for tensor in (x, *weights))
-    g, u = x @ gate.T, x @ up.T
-    (gated, gate_slope), (linear, up_slope) = activation.gate(g), activation.up(u)
-    inner = gated * linear
-    y = inner @ down.T
+    wide, gate, up, down = (tensor.to(kind) for tensor in (x, *weights))
+    g, u = wide @ gate.T, wide @ up.T
     if exact:
+        y = (activation.gate(g)[0] * activation.up(u)[0]) @ down.T
         return y, torch.zeros_like(y)
     rough = _rough(x.device)
-    x, gate, up, down, g, u, inner, out = (t.to(rough) for t in (x, gate, up, down, g, u, inner, y))
-    gated, gate_slope, linear, up_slope = (t.to(rough) for t in (gated, gate_slope, linear, up_slope))
-    variance_g = rounding_variance(g) + _product_variance(x, gate, rounds)
-    variance_u = rounding_variance(u) + _product_variance(x, up, rounds)
-    variance = (gate_slope * linear) ** 2 * variance_g + (gated * up_slope) ** 2 * variance_u
-    variance += rounding_variance(inner)
+    x, *weights = (tensor.to(rough) for tensor in (x, *weights))
+    products = [_product_variance(x, weight, rounds) for weight in weights[:2]]
+    inner, variance = fused(_between, x.device)(g, u, *products, tuple(rounds), activation)
+    y = inner @ down.T
+    return y, _product_variance(inner.to(rough), weights[2], rounds, variance)
+
+
+def fused(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """A function of elementwise operations; on a GPU compiled, so that memory is read and written only once."""
+    return _compiled(function) if device.type == "cuda" and importlib.util.find_spec("triton") else function
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    with warnings.catch_warnings():  # its first import uses what torch itself calls deprecated
+        warnings.simplefilter("ignore", DeprecationWarning)
+        compiled: Callable[..., Any] = torch.compile(function, dynamic=True)
+    return compiled
+
+
+def _between(
+    g: Tensor, u: Tensor, product_g: Tensor, product_u: Tensor, rounds: tuple[str, ...], activation: Activation
+) -> tuple[Tensor, Tensor]:
+    """What is between the products: the activation in the dtype of g, its error variance in that of the others.
+
+    Args:
+        g, u: ``[n, I]``.
+        product_g, product_u: error variances of the products, before g and u are rounded.
+        rounds, activation: see ``gated_mlp``.
+    """
+    inner = activation.gate(g)[0] * activation.up(u)[0]
+    g, u, value = (tensor.to(product_g.dtype) for tensor in (g, u, inner))
+    (gated, gate_slope), (linear, up_slope) = activation.gate(g), activation.up(u)
+    variance = (gate_slope * linear) ** 2 * (rounding_variance(g) + product_g)
+    variance = variance + (gated * up_slope) ** 2 * (rounding_variance(u) + product_u)
+    variance = variance + rounding_variance(value)
     if "silu" in rounds:
-        variance += linear**2 * rounding_variance(gated)
-    if "weighted_activation" in rounds:
-        variance += rounding_variance(inner)  # of the weighted one, whose relative error is of the same size
-    variance = _product_variance(inner, down, rounds, variance)
-    if "weighted_activation" not in rounds:
-        variance += rounding_variance(out)
-    return y, variance
+        variance = variance + linear**2 * rounding_variance(gated)
+    if "weighted_activation" in rounds:  # of the weighted one, whose relative error is of the same size
+        variance = variance + rounding_variance(value)
+    return inner, variance
 
 
 def _rough(device: torch.device) -> torch.dtype:
@@ -99,7 +128,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     """
     if left.dtype == torch.float64:
         return left @ right.T
-    return (left.bfloat16() @ right.bfloat16().T).float() * (1 + 2.0**-6)
+    return (left.bfloat16() @ right.bfloat16().T).float().mul_(1 + 2.0**-6)
 
 
 def expert_rows(
@@ -122,14 +151,27 @@ def expert_rows(
         Output float64 and error variance, both ``[n, H]``; see ``gated_mlp``.
     """
     y, variance = gated_mlp(x, weights, exact, rounds, activation)
-    scale = route_weights.to(y.dtype)[:, None]
     if exact:
-        return (scale * y).double(), variance.double()
-    out = scale * y
-    factor = scale.to(variance.dtype)
-    variance = variance * factor**2 + rounding_variance(out.to(variance.dtype))
+        return (route_weights.to(y.dtype)[:, None] * y).double(), variance.double()
+    out, variance = weighted(y, variance, route_weights, tuple(rounds))
+    return out, variance
+
+
+def weighted(y: Tensor, variance: Tensor, route_weights: Tensor, rounds: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+    """Rows times their route weights, and the error variance of that.
+
+    Args:
+        y, variance: ``[n, H]``, of ``gated_mlp``.
+        route_weights: ``[n]``.
+        rounds: see ``gated_mlp``.
+    """
+    rough = variance.dtype
+    out, factor = route_weights.to(y.dtype)[:, None] * y, route_weights.to(rough)[:, None]
+    if "weighted_activation" not in rounds:
+        variance = variance + rounding_variance(y.to(rough))
+    variance = variance * factor**2 + rounding_variance(out.to(rough))
     if "route_weight" in rounds:
-        variance += y.to(variance.dtype) ** 2 * rounding_variance(factor)
+        variance = variance + y.to(rough) ** 2 * rounding_variance(factor)
     return out, variance
 
 

@@ -6,18 +6,15 @@ and only counts and the worst element stay.
 
 from __future__ import annotations
 
-import importlib.util
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from moonep_validate.oracle.activation import SILU, Activation
 from moonep_validate.oracle.bounds import SIGMAS
-from moonep_validate.oracle.dense import expert_rows, pieces
+from moonep_validate.oracle.dense import fused, gated_mlp, pieces, weighted
 
 #: Of this many layers one may be a false alarm, if errors are normal; 6 deviations are too few for 10**8 elements.
 LAYERS_PER_FALSE_ALARM = 1000
@@ -52,33 +49,22 @@ class Judged:
         return f"{self.wrong} of {self.elements} elements are wrong; worst is {self.worst:.3g} sigma at {place}"
 
 
-def _piece(
-    given: Tensor,
-    out: Tensor,
-    weights: Sequence[Tensor],
-    route_weights: Tensor,
-    limit: float,
-    exact: bool,
-    rounds: Sequence[str],
-    activation: Activation,
+def _compare(
+    y: Tensor, variance: Tensor, out: Tensor, route_weights: Tensor, limit: float, rounds: tuple[str, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """How many elements of some rows of one group are outside, how far the worst is, and its flat place."""
-    want, variance = expert_rows(given, weights, route_weights, exact, rounds, activation)
-    error = (out.to(want.dtype) - want).nan_to_num(nan=torch.inf).abs()
-    off = torch.where(error == 0, 0.0, error if exact else error / variance.sqrt())
+    """How many elements are outside, how far the worst is, and its flat place; see ``dense.weighted``."""
+    want, variance = weighted(y, variance, route_weights, rounds)
+    error = (out.to(want.dtype) - want).to(variance.dtype).nan_to_num(nan=torch.inf).abs()
+    off = torch.where(error == 0, 0.0, error * variance.rsqrt())
     largest, place = off.flatten().max(dim=0)
     return (off > limit).sum(), largest, place
 
 
-@cache
-def _fused() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """``_piece`` compiled: what is between the products reads and writes memory once, not fifty times."""
-    if importlib.util.find_spec("triton") is None:
-        return _piece
-    with warnings.catch_warnings():  # its first import uses what torch itself calls deprecated
-        warnings.simplefilter("ignore", DeprecationWarning)
-        compiled: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.compile(_piece, dynamic=True)
-    return compiled
+def _compare_exact(want: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same where nothing rounds: any difference is wrong."""
+    error = (out.to(want.dtype) - want).nan_to_num(nan=torch.inf).abs()
+    largest, place = error.flatten().max(dim=0)
+    return (error > 0).sum(), largest, place
 
 
 def judge_rows(
@@ -103,15 +89,18 @@ def judge_rows(
     """
     counted = torch.nonzero(group >= 0)[:, 0]
     limit = 0.0 if exact else sigmas(len(counted) * given.shape[1])
-    judged = _fused() if given.is_cuda and not exact else _piece
+    compare = fused(_compare, given.device)
     wrong = torch.zeros((), dtype=torch.int64, device=given.device)
     worst, places = [], []
     for index, part in pieces(group[counted]):
         rows = counted[part]
         mine = [weight[index] for weight in weights]
-        many, largest, place = judged(
-            given[rows], out[rows], mine, route_weights[rows], limit, exact, tuple(rounds), activation
-        )
+        y, variance = gated_mlp(given[rows], mine, exact, rounds, activation)
+        factor = route_weights[rows]
+        if exact:
+            many, largest, place = _compare_exact(factor.to(y.dtype)[:, None] * y, out[rows])
+        else:
+            many, largest, place = compare(y, variance, out[rows], factor, limit, tuple(rounds))
         wrong += many
         worst.append(largest)
         places.append((index, rows, place))  # read only at the end, so that nothing waits for the device

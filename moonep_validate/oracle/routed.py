@@ -120,4 +120,5 @@ def shared_expert(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]
         x: ``[n, M]``.
         weights: gate and up ``[2 * I, M]``, down ``[M, 2 * I]``.
     """
-    return gated_mlp(x, weights, exact=False, activation=SITU)
+    y, variance = gated_mlp(x, weights, exact=False, activation=SITU)
+    return y, variance + rounding_variance(y)

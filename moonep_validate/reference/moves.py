@@ -49,7 +49,9 @@ class Moves:
 def moves_of(plan: Any, rank: int, device: torch.device) -> Moves:
     """The moves of a plan; on a GPU they are kept on the plan, until one of its tensors changes."""
     tensors = [value for value in vars(plan).values() if isinstance(value, Tensor)]
-    if device.type == "cpu" or any(tensor.is_inference() for tensor in tensors):  # those do not count their changes
+    if device.type == "cpu" or any(
+        tensor.is_inference() for tensor in tensors
+    ):  # those do not count their changes
         return _derive(plan, rank, device)
     versions = tuple(tensor._version for tensor in tensors)
     kept = vars(plan).get("_moves")

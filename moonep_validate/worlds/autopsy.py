@@ -174,10 +174,11 @@ def diagnosis(ranks: Sequence[Rank]) -> str:
 def _failure(rank: int, ranks: Sequence[Rank]) -> str:
     """What a rank that ended or raised died of."""
     one = ranks[rank]
+    if any(record.kind == RAISED and "device-side assert" in record.name for record in one.records):
+        ended = "" if one.ended is None else f", and its process {how_ended(one.ended)}"  # it cannot clean up
+        return f"CUDA device-side assert on rank {rank} in {one.place}: its context is poisoned{ended}"
     if one.ended is not None:
         return f"rank {rank} {how_ended(one.ended)} in {one.place}"
-    if "device-side assert" in one.raised:
-        return f"CUDA device-side assert on rank {rank} in {one.place}: its context is poisoned"
     if "OutOfMemoryError" in one.raised or "MemoryError" in one.raised or "out of memory" in one.raised:
         return f"out of memory on rank {rank} in {one.place}: {one.raised}"
     return f"rank {rank} raised {one.raised} in {one.place}"

@@ -62,7 +62,10 @@ def commands() -> list[str]:
 @pytest.mark.parametrize("command", commands())
 def test_readme_commands_run(command: str, cli: Callable[..., tuple[int, str, str]]) -> None:
     arguments = shlex.split(command)[1:]
-    if arguments[0] in ("bench", "mutate", "nulls", "parity", "races", "run", "search") and "--case" not in arguments:
+    if (
+        arguments[0] in ("bench", "mutate", "nulls", "parity", "races", "run", "search")
+        and "--case" not in arguments
+    ):
         pytest.skip("runs in tests of its own: test_cli.py, the tox environment validate")
     code, out, err = cli(*arguments)
     assert code == (1 if "--fault" in command else 0), err
