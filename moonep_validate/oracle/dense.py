@@ -55,7 +55,7 @@ def gated_mlp(
         y = (activation.gate(g)[0] * activation.up(u)[0]) @ down.T
         return y, torch.zeros_like(y)
     rough = _rough(x.device)
-    x, *weights = (tensor.to(rough) for tensor in (x, *weights))
+    x = x.to(rough)
     products = [_product_variance(x, weight, rounds) for weight in weights[:2]]
     inner, variance = fused(_between, x.device)(g, u, *products, tuple(rounds), activation)
     y = inner @ down.T
@@ -107,18 +107,25 @@ def _product_variance(x: Tensor, weight: Tensor, rounds: Sequence[str], variance
     """Error variance of ``x @ weight.T`` by its inputs, its sum, and what is rounded before it: ``[n, rows]``.
 
     Args:
-        x: ``[n, K]``.
-        weight: ``[rows, K]``.
+        x: ``[n, K]``, in the dtype of variances.
+        weight: ``[rows, K]``, of any dtype.
         rounds: see ``gated_mlp``.
         variance: ``[n, K]``, what x itself errs by.
     """
     variance = variance + accumulation_variance(x**2, x.shape[1])
     if "fp8_inputs" in rounds:
         variance += block_variance(x, 1)
-    total = _product(variance, weight**2)
+    total = _product(variance, _squared(weight, x.dtype))
     if "fp8_weights" in rounds:
-        total += _product(x**2, block_variance(weight, 128))
+        total += _product(x**2, block_variance(weight.to(x.dtype), 128))
     return total
+
+
+def _squared(weight: Tensor, rough: torch.dtype) -> Tensor:
+    """Squares; where they go into ``_product`` in BF16 anyway, at once rounded to it."""
+    if rough == torch.float32 and weight.dtype == torch.bfloat16:
+        return weight * weight
+    return weight.to(rough) ** 2
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

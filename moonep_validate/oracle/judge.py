@@ -52,19 +52,19 @@ class Judged:
 def _compare(
     y: Tensor, variance: Tensor, out: Tensor, route_weights: Tensor, limit: float, rounds: tuple[str, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """How many elements are outside, how far the worst is, and its flat place; see ``dense.weighted``."""
+    """For each row: how many elements are outside, how far off the worst is, and its column; see ``weighted``."""
     want, variance = weighted(y, variance, route_weights, rounds)
     error = (out.to(want.dtype) - want).to(variance.dtype).nan_to_num(nan=torch.inf).abs()
     off = torch.where(error == 0, 0.0, error * variance.rsqrt())
-    largest, place = off.flatten().max(dim=0)
-    return (off > limit).sum(), largest, place
+    largest, column = off.max(dim=1)
+    return (off > limit).sum(dim=1), largest, column
 
 
 def _compare_exact(want: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The same where nothing rounds: any difference is wrong."""
     error = (out.to(want.dtype) - want).nan_to_num(nan=torch.inf).abs()
-    largest, place = error.flatten().max(dim=0)
-    return (error > 0).sum(), largest, place
+    largest, column = error.max(dim=1)
+    return (error > 0).sum(dim=1), largest, column
 
 
 def judge_rows(
@@ -90,24 +90,20 @@ def judge_rows(
     counted = torch.nonzero(group >= 0)[:, 0]
     limit = 0.0 if exact else sigmas(len(counted) * given.shape[1])
     compare = fused(_compare, given.device)
-    wrong = torch.zeros((), dtype=torch.int64, device=given.device)
-    worst, places = [], []
+    found = []  # read only at the end, so that nothing waits for the device
     for index, part in pieces(group[counted]):
         rows = counted[part]
         mine = [weight[index] for weight in weights]
         y, variance = gated_mlp(given[rows], mine, exact, rounds, activation)
         factor = route_weights[rows]
         if exact:
-            many, largest, place = _compare_exact(factor.to(y.dtype)[:, None] * y, out[rows])
+            found.append((rows, *_compare_exact(factor.to(y.dtype)[:, None] * y, out[rows])))
         else:
-            many, largest, place = compare(y, variance, out[rows], factor, limit, tuple(rounds))
-        wrong += many
-        worst.append(largest)
-        places.append((index, rows, place))  # read only at the end, so that nothing waits for the device
-    if not worst:
+            found.append((rows, *compare(y, variance, out[rows], factor, limit, tuple(rounds))))
+    if not found:
         return Judged(0, 0, 0.0, -1, -1, -1)
-    top = int(torch.stack(worst).argmax())
-    index, rows, place = places[top]
-    row, column = divmod(int(place), given.shape[1])
+    rows, wrong, worst, column = (torch.cat(parts) for parts in zip(*found, strict=True))
+    top = worst.argmax()
+    row = int(rows[top])
     elements = len(counted) * given.shape[1]
-    return Judged(elements, int(wrong), float(worst[top]), int(rows[row]), index, column)
+    return Judged(elements, int(wrong.sum()), float(worst[top]), row, int(group[row]), int(column[top]))
