@@ -37,6 +37,7 @@ SEAMS = (
     "buffer.dispatch",
     "buffer.prefetch_weight",
     "weights",
+    "weights.rows",
     "experts",
     "buffer.combine",
     "buffer.reduce_grad",

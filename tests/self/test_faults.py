@@ -18,6 +18,7 @@ CHAIN = "R4+E12+K8+S6+H24+I20+pad5+chain+fill:real"
 VARIANTS = "R4+E12+K3+S7+H24+I20+pad5+hot:1+variants"
 BITS = "R4+E12+K3+S7+H24+I20+pad5+hot:1+dispatch_only"
 PACKED = "R4+E12+K3+S7+H24+I8+hot:1+packed"
+POOLS = "R3+E12+K3+S7+H24+I8+hot:1+pools"
 GRADS = "R4+E12+K3+S7+H24+I20+pad5+chain+grads"
 LIFE = "R4+E12+K3+S7+H24+I20+pad5+hot:1+life"
 BALANCED = "R4+E12+K3+S8+H24+I20+pad5+balanced"
@@ -64,6 +65,10 @@ KILLED_BY = {
     "slots-in-other-order": ("failed", "W1", CHAIN),
     "slot-row-shifted": ("failed", "W1", PLAIN),
     "unused-slot-written": ("failed", "W2", PLAIN),
+    "gap-written": ("failed", "W2", POOLS),
+    "sources-of-first-load": ("failed", "W1", POOLS),
+    "rotation-without-scales": ("failed", "W6", POOLS),
+    "rotation-one-rank-too-far": ("failed", "W1", POOLS),
     "owner-weight-changed": ("failed", "U2", PLAIN),
     "route-weight-twice": ("failed", "P1", PLAIN),
     "source-row-for-slot": ("failed", "P1", PLAIN),
@@ -156,7 +161,7 @@ KILLED_BY = {
 #: The others need an engine: test_engine_faults.py.
 OF_A_BUFFER = [id for id, one in FAULTS.items() if not one.for_engine and not one.needs_gpu]
 #: Faults that only one generation can have.
-ONLY = {"no-prefetch-exit-fence": "B"}
+ONLY = {"no-prefetch-exit-fence": "B", "rotation-without-scales": "A", "rotation-one-rank-too-far": "A"}
 
 
 def job_with(fault: str) -> Job:
