@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moonep_validate import experts
 from moonep_validate.contract import Layout, local_first_rows
+from moonep_validate.formats.loaded import refuse_nan
 from moonep_validate.keep import sampled_rows
 from moonep_validate.problem import (
     PROJECTIONS,
@@ -78,6 +79,7 @@ class ComposedSession:
         self._experts = rig.seams.around("experts", experts.prepared(rig.experts, case, activation))
         self._wait = rig.seams.around("event.wait", lambda event: event.wait())
         self._weight_rows = rig.seams.around("weights.rows", lambda rows, what: rows)
+        self._stored = rig.seams.around("weights.stored", lambda weights: weights)
         self._expert_weights = rig.seams.around("weights", rig.expert_weights)
         self.shapes = projection_shapes(case)
         self._weights: Slots | None = None
@@ -104,7 +106,11 @@ class ComposedSession:
         return Gradients(self.case, self.rig.comm, self.shapes)
 
     def load(self, layer: int) -> None:
-        """Bring a layer's weights in place, and record them; the slots are shared by all layers."""
+        """Bring a layer's weights in place, and record what they should be; the slots are shared by all layers.
+
+        Raises:
+            FormatError: for a scale byte 0xFF, naming tensor and position.
+        """
         weights = self.weights
         if layer == self.layer:
             return
@@ -112,8 +118,12 @@ class ComposedSession:
             ranks = range(self.case.R) if weights.needs_all_experts else [self.rank]
             parts = [self._expert_weights(rank, layer) for rank in ranks]
             whole = {name: torch.cat([part[name] for part in parts]) for name in PROJECTIONS}
-            weights.load(stored(self.case, whole))
-            call.put(**{f"local_{name}": weights.local(name) for name in weights.names})
+            due = stored(self.case, whole)
+            own = weights.own if weights.needs_all_experts else slice(None)
+            call.put(**{f"local_{name}": due[name][own] for name in weights.names})
+            given = self._stored(due)
+            refuse_nan((f"layer {layer}, rank {self.rank}: {name}", tensor) for name, tensor in given.items())
+            weights.load(given)
         self.layer = layer
 
     def forward(self, step: str, batch: Batch, layer: int = 0, mark: bool = False, **flags: bool) -> Tensor:

@@ -9,6 +9,8 @@ import pytest
 from moonep_validate.case import Case, CaseError
 from moonep_validate.engine import Job, run_case
 from moonep_validate.faults import FAULTS, parse_fault
+from moonep_validate.faults.packed import _ELSEWHERE
+from moonep_validate.formats.faults import BYTE_FAULTS
 from moonep_validate.shrink import shrink
 from tests.self.conftest import CASE
 
@@ -27,6 +29,7 @@ METAMORPHIC = "R4+E12+K3+S7+H24+I20+pad5+hot:1+metamorphic"
 INDEPENDENT = "R4+E12+K3+S7+H24+I20+pad5+hot:1+fill:real+independent"
 LINEAR = "R4+E12+K3+S7+H24+I20+pad5+hot:1+linear"
 MXFP4 = "R4+E12+K3+S7+H32+I64+pad5+hot:1+mxfp4"
+MXFP4_REAL = "R4+E12+K3+S7+H64+I96+pad5+hot:1+fill:real+mxfp4"
 NEMESIS = "R3+E6+K4+S7+H24+I8+nemesis:"
 K3 = "R4+E12+K3+S7+H24+I20+pad5+zipf:1.0+fill:real+k3"
 
@@ -69,6 +72,8 @@ KILLED_BY = {
     "sources-of-first-load": ("failed", "W1", POOLS),
     "rotation-without-scales": ("failed", "W6", POOLS),
     "rotation-one-rank-too-far": ("failed", "W1", POOLS),
+    **{f"loaded-{id}": ("failed", "I8", MXFP4_REAL) for id in BYTE_FAULTS if id not in _ELSEWHERE},
+    "loaded-scale-nan": ("failed", "F1", MXFP4_REAL),
     "owner-weight-changed": ("failed", "U2", PLAIN),
     "route-weight-twice": ("failed", "P1", PLAIN),
     "source-row-for-slot": ("failed", "P1", PLAIN),
