@@ -106,6 +106,9 @@ VOCABULARY: dict[str, Word] = {
     "combine_only": Word("scenario", "combine_only", "combine of injected rows, on copies and on a view"),
     "dispatch_only": Word("scenario", "dispatch_only", "dispatch of random bit patterns, NaN payloads among them"),
     "packed": Word("scenario", "packed", "prefetch of uint8 weights with scales"),
+    "pools": Word(
+        "scenario", "pools", "as packed: gaps behind slots, own experts first (genA), new tensors later"
+    ),
     "grouped": Word(
         "scenario", "grouped", "experts alone: groups empty, of one row, at the padding and beside it"
     ),

@@ -111,3 +111,9 @@ class Layout:
         used = np.where(np.take_along_axis(rows, order, axis=1) > 0, order, -1)
         spare = np.full((self.R, self.num_slots - used.shape[1]), -1)
         return np.concatenate([used, spare], axis=1)
+
+
+def local_first_rows(case: Case, rank: int) -> Ints:
+    """The rows of each rank's experts on a rank of generation A whose own chunk comes first (W6): ``[R, E/R]``."""
+    chunk = (np.arange(case.R, dtype=np.int64) - rank) % case.R
+    return chunk[:, None] * case.experts_per_rank + np.arange(case.experts_per_rank, dtype=np.int64)

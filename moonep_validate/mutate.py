@@ -36,7 +36,7 @@ _CASES_FOR_OPTIONAL = 16
 DEADLINE = 2.0
 #: Checks of what an engine, or another caller, does around a Buffer: no fault of a Buffer makes them fail. M2 is
 #: about how the reference's own parts are put together.
-OF_CALLERS = ("I1", "I2", "I3", "I4", "I6", "I8", "I11", "I15", "I16", "M2", "W4")
+OF_CALLERS = ("I1", "I2", "I3", "I4", "I6", "I11", "I15", "I16", "M2", "W4")
 
 
 @dataclass

@@ -47,6 +47,8 @@ genB+R4+E16+K8+S17+fill:ulp+combine_only+@rounding_visible
 genB+R4+E12+K8+S8+fill:cancel+combine_only+@order_visible
 genB+R4+E16+K4+S17+zipf:1.0+dispatch_only+@odd_bits
 genB+R4+E16+K4+S17+hot:2+packed+@slot_used
+genB+R4+E8+K2+S9+hot:5+pools+@slot_used
+genA+R4+E8+K2+S8+hot:5+pools+@slot_used
 genB+R4+E8+K2+S9+hot:5+mxfp4+@slot_used
 genB+R4+E12+K3+S11+H256+I64+pad4+zipf:1.0+fill:real+mxfp4+@slot_used
 genB+R4+E8+K2+S9+hot:6+mxfp4+marked_slots+@slot_used

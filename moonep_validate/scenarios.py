@@ -39,6 +39,7 @@ from moonep_validate.transforms import (
 )
 
 _BATCHES = 3
+_GUARD = 0x5A
 _CAPTURED = ("dispatch.rows", "dispatch.row_weights", "combine.hidden", "combine.topk_weights")
 _FLOWN = ("dispatch.rows", "dispatch.dst", "prefetch.slot_gate", "combine.hidden")
 _ROWS = ("dispatch.rows", "dispatch.row_weights", "dispatch.dst", "dispatch.cu_seqlens")
@@ -127,12 +128,29 @@ def packed(rig: Rig) -> None:
     with rig.open() as session:
         weights = packed_weights(rig.case)
         slots = session.make_slots({name: shape for name, (shape, _) in weights.items()}, torch.uint8)
-        experts = range(rig.case.E) if slots.needs_all_experts else range(rig.case.E)[slots.own]
-        slots.load({name: torch.stack([make(e) for e in experts]) for name, (_, make) in weights.items()})
-        for name in slots.names:
-            rig.poison(slots.slots(name))
-        sent = session.dispatch("base", rig.batch())
-        session.prefetch("base", sent.plan, slots)
+        _prefetch_packed(rig, session, "base", weights, slots)
+
+
+def _prefetch_packed(rig: Rig, session: Any, step: str, weights: Any, slots: Any) -> None:
+    experts = range(rig.case.E) if slots.needs_all_experts else range(rig.case.E)[slots.own]
+    slots.load({name: torch.stack([make(e) for e in experts]) for name, (_, make) in weights.items()})
+    for name in slots.names:
+        rig.poison(slots.slots(name))
+    sent = session.dispatch(step, rig.batch())
+    session.prefetch(step, sent.plan, slots)
+
+
+def pools(rig: Rig) -> None:
+    """Packed weights as engines keep them: gaps behind slots, own experts first (A), and new tensors later."""
+    loads = [packed_weights(rig.case.but(seed=rig.case.seed + number)) for number in range(2)]
+    with rig.open() as session:
+        shapes = {name: shape for name, (shape, _) in loads[0].items()}
+        slots = session.make_slots(shapes, torch.uint8, gap=1, local_first=True)
+        for step, weights in zip(("base", "replaced"), loads, strict=True):
+            slots.renew()
+            for name in slots.names:
+                slots.guards(name).fill_(_GUARD)
+            _prefetch_packed(rig, session, step, weights, slots)
 
 
 def grouped(rig: Rig) -> None:
@@ -440,6 +458,7 @@ SCENARIOS: dict[str, Callable[[Rig], None]] = {
         combine_only,
         dispatch_only,
         packed,
+        pools,
         grouped,
         grads,
         life,
@@ -466,6 +485,7 @@ NEEDS_BUFFER = (
     "combine_only",
     "dispatch_only",
     "packed",
+    "pools",
     "grouped",
     "grads",
     "life",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moonep_validate.checks import Compared, axes, check, differ, differ_bits, unchanged_inputs
-from moonep_validate.contract import Ints
+from moonep_validate.contract import Ints, local_first_rows
 from moonep_validate.facts import Absent, Step
 from moonep_validate.trace import bits
 
@@ -33,6 +33,19 @@ def _place(rank: Ints, slot: Ints, expert: Ints | None = None) -> Callable[[tupl
         return {**where, "weight_row": i[1], "weight_column": i[2]}
 
     return place
+
+
+@check("W6", "prefetch", needs="digest")
+def own_experts_first(s: Step) -> Iterator[Compared]:
+    """Where a rank's own experts come first, each row holds its expert, weights and scales alike"""
+    if not s.has("prefetch", "full_gate"):
+        raise Absent("the rows are in the order of the expert ids")
+    rows = torch.stack([torch.from_numpy(local_first_rows(s.case, r)).flatten() for r in range(s.case.R)])
+    ranks = torch.arange(s.case.R)[:, None]
+    for name in _names(s):
+        due = s.tap("prefetch", f"local_{name}").flatten(0, 1).expand(s.case.R, *[-1] * 3)
+        got = s.tap("prefetch", f"full_{name}")[ranks, rows]
+        yield differ_bits(f"{name} weight", due, got, axes("rank", "expert", "weight_row", "weight_column"))
 
 
 @check("W1", "prefetch", needs="digest")
@@ -65,9 +78,16 @@ def _owner(s: Step, name: str, want: Tensor, got: Tensor) -> str:
 
 @check("W2", "prefetch", needs="digest")
 def others_unchanged(s: Step) -> Iterator[Compared]:
-    """Unused slots stay as they were"""
+    """Unused slots, and gaps behind the slots, stay as they were"""
     rank, slot = np.nonzero(_copies(s) < 0)
+    gaps = [name for name in _names(s) if s.has("prefetch", f"gap_{name}")]
+    for name in gaps:
+        before, after = (s.tap("prefetch", f"{when}gap_{name}") for when in ("before_", ""))
+        place = axes("rank", "row", "weight_row", "weight_column")
+        yield differ_bits(f"{name} of the gap behind the slots", before, after, place)
     if not len(rank):
+        if gaps:
+            return
         raise Absent("the plan uses every slot")
     index = (torch.from_numpy(rank), torch.from_numpy(slot))
     for name in _names(s):

@@ -113,6 +113,39 @@ def _(call: Next, plan: Any, *, rank: int = 1, **tensors: Any) -> Any:
     return result
 
 
+@fault("gap-written", on="buffer.prefetch_weight", stage="prefetch", bugs="K14 K20")
+def _(call: Next, plan: Any, *, rank: int = 1, **tensors: Any) -> Any:
+    """One rank's slots are filled one byte too far, into the gap behind them (packed weights only)."""
+    result = call(plan, **tensors)
+    pool, last = tensors.get("gate_prefetch_buffer"), _slots(tensors, plan, call.rank)["gate"]
+    end = last.storage_offset() + last.numel()
+    gap = pool.stride(0) > pool[0].numel() if pool is not None else end < last.untyped_storage().nbytes()
+    if call.rank == rank and gap and last.dtype == torch.uint8:
+        last.as_strided((1,), (1,), end).fill_(0)
+    return result
+
+
+@fault("sources-of-first-load", on="buffer.prefetch_weight", stage="prefetch", bugs="K19 K21 K23")
+def _(call: Next, plan: Any, **tensors: Any) -> Any:
+    """Every rank reads the tensors that it saw first, although others were loaded since."""
+    mine = {name: tensor for name, tensor in tensors.items() if name.startswith(("full_", "local_"))}
+    return call(plan, **tensors | call.memory.setdefault("sources", mine))
+
+
+@fault("rotation-without-scales", on="weights.rows", stage="prefetch", bugs="K16 K21 K23")
+def _(call: Next, rows: Tensor, what: str, rank: int = 1) -> Any:
+    """One rank puts its own experts' weights first, and leaves the scales in the order of the ids."""
+    stays = call.rank == rank and what.endswith("_scale")
+    return torch.arange(rows.numel()).view(rows.shape) if stays else call(rows, what)
+
+
+@fault("rotation-one-rank-too-far", on="weights.rows", stage="prefetch", bugs="B23 K06 K21")
+def _(call: Next, rows: Tensor, what: str, rank: int = 1) -> Any:
+    """One rank's prefetch reads each expert where the next rank's experts are."""
+    far = call.rank == rank and what == "prefetch"
+    return call(rows.roll(-1, dims=0) if far else rows, what)
+
+
 @fault("owner-weight-changed", on="buffer.prefetch_weight", stage="prefetch", bugs="K25")
 def _(call: Next, plan: Any, *, rank: int = 1, **tensors: Any) -> Any:
     """The owner's own weight changes."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -200,8 +201,8 @@ def _one_scale(x: Loaded, seed: int, byte: int) -> Loaded:
     """One byte of down, not in the last 32 rows, which may be padding."""
     scale = x.w2_scale.clone()
     inside = scale[:, : -mxfp4.BLOCK]
-    place = torch.unravel_index(torch.tensor(_pick(seed, inside.numel())), inside.shape)
-    inside[place] = byte
+    place = np.unravel_index(_pick(seed, inside.numel()), inside.shape)
+    inside[tuple(map(int, place))] = byte
     return x._replace(w2_scale=scale)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -86,25 +87,42 @@ class Slots:
         comm: for memory that peers map.
         shapes: name -> shape of one expert; names with ``scale`` are scales.
         dtypes: name -> dtype.
+        gap: rows behind a rank's slots that nobody may write, as where pools are padded to an allocation.
+        rows: of generation A, in which row each rank's experts are in a tensor of a name, ``[R, E/R]``; None: in
+            that of their id. In B a rank has its own experts only.
     """
 
     def __init__(
-        self, case: Case, comm: Comm, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, torch.dtype]
+        self,
+        case: Case,
+        comm: Comm,
+        shapes: dict[str, tuple[int, ...]],
+        dtypes: dict[str, torch.dtype],
+        gap: int = 0,
+        rows: Callable[[str], Tensor] | None = None,
     ) -> None:
         self.case, self.rank, self.names = case, comm.rank, list(shapes)
+        self.gap, self._rows = gap, rows if case.generation == "A" else None
         layout = Layout.of(case)
         per_rank = layout.experts_per_rank
         self.own = slice(self.rank * per_rank, (self.rank + 1) * per_rank)
+        self._whole: dict[str, Tensor] = {}  # gaps included
         self._store: dict[str, Tensor] = {}
         self._local: dict[str, Tensor] = {}
         for name, shape in shapes.items():
             if case.generation == "A":
-                rows = case.E + layout.num_slots
-                self._store[name] = torch.zeros((rows, *shape), dtype=dtypes[name], device=comm.device)
-                self._local[name] = self._store[name][self.own]
+                rows_in_all = case.E + layout.num_slots
+                whole = torch.zeros((rows_in_all + gap, *shape), dtype=dtypes[name], device=comm.device)
+                self._keep(name, whole, whole[:rows_in_all])
             else:
-                self._store[name] = comm.symmetric(name, (per_rank, *shape), dtypes[name])
+                whole = comm.symmetric(name, (per_rank + gap, *shape), dtypes[name])
+                self._keep(name, whole, whole[:, :per_rank])
                 self._local[name] = torch.zeros((per_rank, *shape), dtype=dtypes[name], device=comm.device)
+
+    def _keep(self, name: str, whole: Tensor, store: Tensor) -> None:
+        self._whole[name], self._store[name] = whole, store
+        if self.needs_all_experts:
+            self._local[name] = store[self.own]
 
     @property
     def needs_all_experts(self) -> bool:
@@ -115,7 +133,37 @@ class Slots:
         """Put expert weights in place: ``[E, ...]`` or ``[E/R, ...]``, see ``needs_all_experts``."""
         for name, tensor in weights.items():
             target = self._store[name][: self.case.E] if self.needs_all_experts else self._local[name]
-            target.copy_(tensor)
+            if self._rows:  # what a rank owns is told by what it loaded, not by where it should be
+                target[self._rows(name).flatten().to(target.device)] = tensor.to(target.device)
+                self._local[name] = tensor[self.own].to(target.device)
+            else:
+                target.copy_(tensor)
+
+    def renew(self) -> None:
+        """Take new tensors for what prefetch reads, as after a second load; slots that peers map stay."""
+        for name, local in self._local.items():
+            if self.needs_all_experts:
+                whole = torch.zeros_like(self._whole[name])
+                self._keep(name, whole, whole[: len(self._store[name])])
+            else:
+                self._local[name] = torch.zeros_like(local)
+
+    def guards(self, name: str) -> Tensor:
+        """The gap behind the rank's slots, ``[gap, ...]``."""
+        whole = self._whole[name] if self.needs_all_experts else self._whole[name][self.rank]
+        return whole[len(whole) - self.gap :]
+
+    def sources(self, name: str) -> Tensor | None:
+        """Of rows in an order of their own: all experts in it, ``[E, ...]``."""
+        return self._store[name][: self.case.E] if self._rows else None
+
+    def plan(self, plan: Any) -> Any:
+        """The plan that prefetch is given: with row numbers in place of expert ids where the two differ."""
+        if not self._rows:
+            return plan
+        copies = plan.experts_to_copy
+        rows = self._rows("prefetch").flatten().to(device=copies.device, dtype=copies.dtype)
+        return replace(plan, experts_to_copy=torch.where(copies >= 0, rows[copies.clamp(min=0).long()], copies))
 
     def local(self, name: str) -> Tensor:
         """The rank's own experts, ``[E/R, ...]``."""
@@ -128,6 +176,8 @@ class Slots:
     def groups(self, name: str) -> Tensor:
         """A copy of the weight of every compute group, ``[groups, ...]``."""
         parts = [self._store[name]] if self.needs_all_experts else [self.local(name), self.slots(name)]
+        if self._rows:
+            parts = [parts[0][self._rows("experts").flatten()], self.slots(name)]
         return torch.cat(parts)
 
     def prefetch_arguments(self) -> dict[str, Tensor]:

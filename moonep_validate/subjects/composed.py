@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moonep_validate import experts
-from moonep_validate.contract import Layout
+from moonep_validate.contract import Layout, local_first_rows
+from moonep_validate.formats.loaded import refuse_nan
 from moonep_validate.keep import sampled_rows
 from moonep_validate.problem import (
     PROJECTIONS,
@@ -76,6 +78,8 @@ class ComposedSession:
         activation = rig.seams.around("model.activation", _ACTIVATION_OF[case.model.name])
         self._experts = rig.seams.around("experts", experts.prepared(rig.experts, case, activation))
         self._wait = rig.seams.around("event.wait", lambda event: event.wait())
+        self._weight_rows = rig.seams.around("weights.rows", lambda rows, what: rows)
+        self._stored = rig.seams.around("weights.stored", lambda weights: weights)
         self._expert_weights = rig.seams.around("weights", rig.expert_weights)
         self.shapes = projection_shapes(case)
         self._weights: Slots | None = None
@@ -89,16 +93,24 @@ class ComposedSession:
             self._weights = self.make_slots(stored_shapes(self.case), stored_dtype(self.case))
         return self._weights
 
-    def make_slots(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Slots:
-        """Allocate weights with slots; collective."""
-        return Slots(self.case, self.rig.comm, shapes, dict.fromkeys(shapes, dtype))
+    def make_slots(
+        self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, gap: int = 0, local_first: bool = False
+    ) -> Slots:
+        """Allocate weights with slots; collective. In generation A a rank's own experts may come first (W6)."""
+        due = torch.from_numpy(local_first_rows(self.case, self.rank))
+        rows = partial(self._weight_rows, due) if local_first else None
+        return Slots(self.case, self.rig.comm, shapes, dict.fromkeys(shapes, dtype), gap, rows)
 
     def make_gradients(self) -> Gradients:
         """Allocate gradients with slots; collective."""
         return Gradients(self.case, self.rig.comm, self.shapes)
 
     def load(self, layer: int) -> None:
-        """Bring a layer's weights in place, and record them; the slots are shared by all layers."""
+        """Bring a layer's weights in place, and record what they should be; the slots are shared by all layers.
+
+        Raises:
+            FormatError: for a scale byte 0xFF, naming tensor and position.
+        """
         weights = self.weights
         if layer == self.layer:
             return
@@ -106,8 +118,12 @@ class ComposedSession:
             ranks = range(self.case.R) if weights.needs_all_experts else [self.rank]
             parts = [self._expert_weights(rank, layer) for rank in ranks]
             whole = {name: torch.cat([part[name] for part in parts]) for name in PROJECTIONS}
-            weights.load(stored(self.case, whole))
-            call.put(**{f"local_{name}": weights.local(name) for name in weights.names})
+            due = stored(self.case, whole)
+            own = weights.own if weights.needs_all_experts else slice(None)
+            call.put(**{f"local_{name}": due[name][own] for name in weights.names})
+            given = self._stored(due)
+            refuse_nan((f"layer {layer}, rank {self.rank}: {name}", tensor) for name, tensor in given.items())
+            weights.load(given)
         self.layer = layer
 
     def forward(self, step: str, batch: Batch, layer: int = 0, mark: bool = False, **flags: bool) -> Tensor:
@@ -208,12 +224,16 @@ class ComposedSession:
             call.put(experts_to_copy=plan.experts_to_copy)
             call.put(**{f"local_{name}": weights.local(name) for name in weights.names})
             call.put(**{f"before_{name}": weights.slots(name) for name in weights.names})
+            sources = {f"full_{name}": weights.sources(name) for name in weights.names}
+            call.put(**sources)
+            guards = {f"gap_{name}": weights.guards(name) for name in weights.names} if weights.gap else {}
+            call.put(**{f"before_{name}": guard for name, guard in guards.items()})
             flags = {"async_finish": True} if async_finish else {}
-            event = self._call["prefetch_weight"](plan, **weights.prefetch_arguments(), **flags)
+            event = self._call["prefetch_weight"](weights.plan(plan), **weights.prefetch_arguments(), **flags)
             if async_finish:
                 self._wait(event)
-            call.put(**{f"slot_{name}": weights.slots(name) for name in weights.names})
-            call.unchanged(**{f"local_{name}": weights.local(name) for name in weights.names})
+            call.put(**{f"slot_{name}": weights.slots(name) for name in weights.names}, **guards)
+            call.unchanged(**{f"local_{name}": weights.local(name) for name in weights.names}, **sources)
         if leases := getattr(self.buffer, "leases", None):
             self._slots_of[step] = leases.generations["slots"]
 

@@ -9,6 +9,8 @@ import pytest
 from moonep_validate.case import Case, CaseError
 from moonep_validate.engine import Job, run_case
 from moonep_validate.faults import FAULTS, parse_fault
+from moonep_validate.faults.packed import _ELSEWHERE
+from moonep_validate.formats.faults import BYTE_FAULTS
 from moonep_validate.shrink import shrink
 from tests.self.conftest import CASE
 
@@ -18,6 +20,7 @@ CHAIN = "R4+E12+K8+S6+H24+I20+pad5+chain+fill:real"
 VARIANTS = "R4+E12+K3+S7+H24+I20+pad5+hot:1+variants"
 BITS = "R4+E12+K3+S7+H24+I20+pad5+hot:1+dispatch_only"
 PACKED = "R4+E12+K3+S7+H24+I8+hot:1+packed"
+POOLS = "R3+E12+K3+S7+H24+I8+hot:1+pools"
 GRADS = "R4+E12+K3+S7+H24+I20+pad5+chain+grads"
 LIFE = "R4+E12+K3+S7+H24+I20+pad5+hot:1+life"
 BALANCED = "R4+E12+K3+S8+H24+I20+pad5+balanced"
@@ -26,6 +29,7 @@ METAMORPHIC = "R4+E12+K3+S7+H24+I20+pad5+hot:1+metamorphic"
 INDEPENDENT = "R4+E12+K3+S7+H24+I20+pad5+hot:1+fill:real+independent"
 LINEAR = "R4+E12+K3+S7+H24+I20+pad5+hot:1+linear"
 MXFP4 = "R4+E12+K3+S7+H32+I64+pad5+hot:1+mxfp4"
+MXFP4_REAL = "R4+E12+K3+S7+H64+I96+pad5+hot:1+fill:real+mxfp4"
 NEMESIS = "R3+E6+K4+S7+H24+I8+nemesis:"
 K3 = "R4+E12+K3+S7+H24+I20+pad5+zipf:1.0+fill:real+k3"
 
@@ -64,6 +68,12 @@ KILLED_BY = {
     "slots-in-other-order": ("failed", "W1", CHAIN),
     "slot-row-shifted": ("failed", "W1", PLAIN),
     "unused-slot-written": ("failed", "W2", PLAIN),
+    "gap-written": ("failed", "W2", POOLS),
+    "sources-of-first-load": ("failed", "W1", POOLS),
+    "rotation-without-scales": ("failed", "W6", POOLS),
+    "rotation-one-rank-too-far": ("failed", "W1", POOLS),
+    **{f"loaded-{id}": ("failed", "I8", MXFP4_REAL) for id in BYTE_FAULTS if id not in _ELSEWHERE},
+    "loaded-scale-nan": ("failed", "F1", MXFP4_REAL),
     "owner-weight-changed": ("failed", "U2", PLAIN),
     "route-weight-twice": ("failed", "P1", PLAIN),
     "source-row-for-slot": ("failed", "P1", PLAIN),
@@ -156,7 +166,7 @@ KILLED_BY = {
 #: The others need an engine: test_engine_faults.py.
 OF_A_BUFFER = [id for id, one in FAULTS.items() if not one.for_engine and not one.needs_gpu]
 #: Faults that only one generation can have.
-ONLY = {"no-prefetch-exit-fence": "B"}
+ONLY = {"no-prefetch-exit-fence": "B", "rotation-without-scales": "A", "rotation-one-rank-too-far": "A"}
 
 
 def job_with(fault: str) -> Job:
