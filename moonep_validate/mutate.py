@@ -37,6 +37,8 @@ DEADLINE = 2.0
 #: Checks of what an engine, or another caller, does around a Buffer: no fault of a Buffer makes them fail. M2 is
 #: about how the reference's own parts are put together.
 OF_CALLERS = ("I1", "I2", "I3", "I4", "I6", "I8", "I11", "I15", "I16", "M2", "W4")
+#: Checks of cases that run on GPUs only, and are in no list of cases here.
+ON_GPUS = ("V20",)
 
 
 @dataclass
@@ -307,4 +309,4 @@ def needed_checks(job: Job, whole: bool) -> list[str]:
         return []
     if job.engine:
         return [check.id for check in CHECKS.values() if check.stage in _OF_ENGINES]
-    return [check for check in ("F1", *CHECKS, *PROMISES) if check not in OF_CALLERS]
+    return [check for check in ("F1", *CHECKS, *PROMISES) if check not in OF_CALLERS + ON_GPUS]
