@@ -100,6 +100,6 @@ def _checks(matrix: Matrix) -> Sequence[str]:
     return [
         *lines,
         "",
-        f"No fault of a Buffer makes these fail: {', '.join(OF_CALLERS)} judge what an engine or another caller does;",
-        f"{', '.join(ON_GPUS)} is judged on GPUs only. That they can fail is shown by corrupted traces in the tests.",
+        f"No fault of a Buffer makes {', '.join(OF_CALLERS)} fail: they judge what an engine or a caller does.",
+        f"{', '.join(ON_GPUS)} is judged on GPUs only. Corrupted traces in the tests show that these can fail.",
     ]
