@@ -123,7 +123,10 @@ def chosen(job: Job, ids: Sequence[str] = (), kinds: Sequence[str] = ()) -> list
 
 
 def case_list(job: Job) -> list[Case]:
-    """The cases that faults are tried on: at most ``MOST_CASES``, each scenario early, cheap ones first."""
+    """The cases that faults are tried on: at most ``MOST_CASES``, cheap ones first.
+
+    First one of each scenario and format, then one for each event that cases claim, then the rest in turns.
+    """
     generations = (job.generation,) if job.generation else ("B",)
     listed = for_generations(profile(default_profile(job.engine or "reference")), generations)
     listed += [] if job.generation else [case for case in profile("default") if case.generation == "A"]
@@ -132,7 +135,9 @@ def case_list(job: Job) -> list[Case]:
     for case in sorted((case for case in listed if supports(case) is None), key=_cost):
         groups.setdefault(f"{case.scenario} {case.format}", []).append(case)
     turns = range(max((len(group) for group in groups.values()), default=0))
-    return [group[turn] for turn in turns for group in groups.values() if turn < len(group)][:MOST_CASES]
+    ordered = [group[turn] for turn in turns for group in groups.values() if turn < len(group)]
+    events = {event: case for case in reversed(ordered) for event in case.witnesses}
+    return list(dict.fromkeys([*ordered[: len(groups)], *events.values(), *ordered]))[:MOST_CASES]
 
 
 def _cost(case: Case) -> int:
