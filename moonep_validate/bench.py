@@ -55,9 +55,7 @@ def core(console: Console, naive: Path | None) -> None:
         _against_naive(say, _load(naive), sizes[_LARGE.S])
     _plan_checks(say)
     for case in (_SMALL, _SMALL.but(I=32)):
-        with ProcessPoolExecutor(_PROCESSES, mp_context=get_context("spawn")) as pool:
-            rate = sum(60 / seconds for seconds in pool.map(_many_small, [case] * _PROCESSES))
-        say(f"{case}, recorded and judged in {_PROCESSES} processes (pytest -n {_PROCESSES}): {rate:.0f} a minute")
+        _small_cases(say, case)
 
 
 def worlds(console: Console) -> None:
@@ -82,15 +80,21 @@ def worlds(console: Console) -> None:
     console.print(f"a case in processes takes {ratio:.2f}x its time in threads", highlight=False)
 
 
-def _many_small(case: Case) -> float:
+def _small_cases(say: Callable[[str], None], case: Case) -> None:
+    with ProcessPoolExecutor(_PROCESSES, mp_context=get_context("spawn")) as pool:
+        rate = sum(60 / seconds for seconds in pool.map(partial(_many_small, case), [_MANY] * _PROCESSES))
+    say(f"{case}, recorded and judged in {_PROCESSES} processes (pytest -n {_PROCESSES}): {rate:.0f} a minute")
+
+
+def _many_small(case: Case, many: int) -> float:
     """Seconds per small case, over many with a few seeds in turn: cases of a profile share their weights too."""
     cases = [case.but(seed=seed) for seed in range(_SEEDS)]
     for one in cases:
         run_case(Job(), one)
     start = time.perf_counter()
-    for number in range(_MANY):
+    for number in range(many):
         run_case(Job(), cases[number % _SEEDS])
-    return (time.perf_counter() - start) / _MANY
+    return (time.perf_counter() - start) / many
 
 
 def _plan_checks(say: Callable[[str], None]) -> None:

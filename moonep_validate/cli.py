@@ -7,16 +7,37 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Mapping
-from json import dumps as dump_json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from moonep_validate import __version__, commands_formats, commands_worlds
+from moonep_validate import __version__, commands_formats, commands_mutate, commands_worlds
 from moonep_validate.case import VOCABULARY, Case, CaseError, Spec
+from moonep_validate.options import (
+    ApiOption,
+    CaseOption,
+    DeadlineOption,
+    DestructiveOption,
+    DeviceOption,
+    ExpertsOption,
+    FaultOption,
+    ModuleOption,
+    PathOption,
+    PolicyOption,
+    RanksOption,
+    RecordOption,
+    RelaxedOption,
+    RequireOption,
+    SubjectOption,
+    WaiversOption,
+    WorldOption,
+    console,
+    job_of,
+    one_of,
+)
 from moonep_validate.profiles import PROFILES, default_profile, for_generations, profile
 
 if TYPE_CHECKING:
@@ -40,61 +61,6 @@ app = typer.Typer(
     epilog="Exit codes: 0 passed, 1 failed, 2 interrupted, 3 internal error, 4 usage, 5 nothing ran, 10 vacuous, "
     "11 fault not exercised, 12 unknown, 13 hung, 14 error of the suite.",
 )
-app.command()(commands_worlds.bench)
-app.command()(commands_worlds.races)
-_out = Console(width=None if sys.stdout.isatty() else 120)
-
-CaseOption = Annotated[list[str] | None, typer.Option("--case", help="A case line; may be repeated.")]
-FaultOption = Annotated[
-    list[str] | None, typer.Option("--fault", help="Seed a fault, e.g. slot-not-filled:rank=1.")
-]
-DeadlineOption = Annotated[float, typer.Option(min=0.1, help="Seconds a rank may run without a sign of life.")]
-ModuleOption = Annotated[
-    str | None, typer.Option(help="Importable module with MoonEP's Buffer; else the reference.")
-]
-ApiOption = Annotated[str | None, typer.Option(help="API generation A or B, where signatures do not tell.")]
-PolicyOption = Annotated[
-    str | None, typer.Option(help="upstream: also gate on upstream's exact plan and rounding; legal.")
-]
-SubjectOption = Annotated[
-    str, typer.Option(help="reference, vllm, sglang, or MODULE:CLASS of an engine's integration.")
-]
-PathOption = Annotated[
-    str | None, typer.Option("--sglang-path", help="Folder with the package sglang; first on the import path.")
-]
-DeviceOption = Annotated[
-    str | None,
-    typer.Option(help="Where tensors live: cpu or cuda; by default cpu, for an engine cuda if there are GPUs."),
-]
-WorldOption = Annotated[
-    str | None, typer.Option(help="threads or processes: where ranks run; by default the subject's own way.")
-]
-RecordOption = Annotated[
-    str, typer.Option("--record", help="What to keep of large tensors: plan, digest, columns[:N] or full.")
-]
-RanksOption = Annotated[int | None, typer.Option(min=1, help="Only the cases of so many ranks.")]
-RequireOption = Annotated[
-    list[str] | None,
-    typer.Option(help="STAGE=PACKAGE that must really run, e.g. load=vllm or transport=moonep; else exit code 1."),
-]
-WaiversOption = Annotated[
-    str | None, typer.Option(help="File of known defects of an engine; none: no waivers; else those we ship.")
-]
-ExpertsOption = Annotated[str, typer.Option(help="Who computes expert rows: torch, deep_gemm, MODULE:FUNCTION.")]
-RelaxedOption = Annotated[bool, typer.Option("--relaxed", help="Also run cases that real hardware refuses.")]
-
-DestructiveOption = Annotated[
-    bool, typer.Option("--destructive", help="Also give bad input that may trap, hang or end the process.")
-]
-
-
-#: What ``_job`` reads and a command does not offer.
-_NO_OPTIONS: dict[str, Any] = {
-    **dict.fromkeys(("moonep_module", "api", "policy", "waivers", "fault")),
-    "relaxed": False,
-    "destructive": False,
-    "experts": "reference",
-}
 
 
 @app.command("parity", help=f"Like run, as one rank of torchrun: {commands_worlds.PARITY} [options of run]")
@@ -133,7 +99,7 @@ def run(
     job, cases = _job_and_cases(context.params, profile_name)
     if require:
         _require(job, require)
-    _one_of("--keep", keep, ("failed", "all", "none"))
+    one_of("--keep", keep, ("failed", "all", "none"))
     here = commands_worlds.joined(context.info_name, job, cases, lambda: _folder(out) if out else None)
     job, cases, folder = here.job, here.cases, here.folder
     from moonep_validate.engine import run_case
@@ -186,22 +152,22 @@ def shrink(
     seconds: Annotated[float, typer.Option(min=1.0, help="Budget.")] = 60.0,
 ) -> None:
     """Find the smallest case that fails in the same way."""
-    job, whole = _job(context.params), Case.parse(case)
+    job, whole = job_of(context.params), Case.parse(case)
     from moonep_validate.engine import run_case
     from moonep_validate.shrink import shrink as shrink_case
 
     verdict = run_case(job, whole)[1]
     if verdict.first is None:
-        _out.print(
+        console.print(
             f"{verdict.status}: {whole} has no failing check, so there is nothing to shrink", highlight=False
         )
         raise typer.Exit(_exit_code(verdict))
-    with _out.status("shrinking"):
+    with console.status("shrinking"):
         smallest = shrink_case(whole, lambda one: run_case(job, one)[1], seconds)
     end = "no smaller case fails in this way" if smallest.complete else f"stopped after {seconds:g} s"
-    _out.print(f"{smallest.tried} candidates tried, {end}", highlight=False)
+    console.print(f"{smallest.tried} candidates tried, {end}", highlight=False)
     verdict = run_case(job, smallest.case)[1]
-    _out.print(verdict.diagnosis, markup=False, highlight=False, soft_wrap=True)
+    console.print(verdict.diagnosis, markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(_exit_code(verdict))
 
 
@@ -225,7 +191,7 @@ def plan(
 
     if (case is None) == (input is None):
         raise CaseError("plan needs either --case or --input")
-    _one_of("--format", weight_format, tuple(BYTES_PER_ELEMENT))
+    one_of("--format", weight_format, tuple(BYTES_PER_ELEMENT))
     whole = Case.parse(case) if case else None
     size = expert_bytes(
         hidden or (whole.H if whole else 3584), intermediate or (whole.I if whole else 3072), weight_format
@@ -240,7 +206,7 @@ def plan(
         if json:
             sys.stdout.write(plan_json(one, stats) + "\n")
         else:
-            show_plan(_out, one, stats, title)
+            show_plan(console, one, stats, title)
 
 
 @app.command()
@@ -263,7 +229,7 @@ def edges(case: Annotated[str, typer.Option("--case", help="A case line; its rou
     }
     for what, topk in found.items():
         line = "impossible" if topk is None else whole.but(routing=Spec.parse(solver.to_table(topk)), tokens=None)
-        _out.print(f"{what}:\n  {line}", highlight=False, soft_wrap=True)
+        console.print(f"{what}:\n  {line}", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -281,119 +247,15 @@ def repro(
         return
     out.write_text(script)
     ranks = Case.parse(standalone).R
-    _out.print(
+    console.print(
         f"wrote {out}; run it with: torchrun --nproc-per-node {ranks} {out}", highlight=False, soft_wrap=True
     )
 
 
-@app.command()
-def search(
-    context: typer.Context,
-    seconds: Annotated[float, typer.Option("--time", min=1.0, help="Seconds to search.")] = 60.0,
-    seed: Annotated[int, typer.Option(help="Where to start; the same seed draws the same cases.")] = 0,
-    subject: SubjectOption = "reference",
-    sglang_path: PathOption = None,
-    device: DeviceOption = None,
-    waivers: WaiversOption = None,
-    moonep_module: ModuleOption = None,
-    experts: ExpertsOption = "reference",
-    api: ApiOption = None,
-    policy: PolicyOption = None,
-    relaxed: RelaxedOption = False,
-    destructive: DestructiveOption = False,
-    fault: FaultOption = None,
-    deadline: DeadlineOption = 30.0,
-) -> None:
-    """Generate cases toward planner stress, judge each, and print the worst as case lines; needs hypothesis."""
-    if subject != "reference":
-        raise CaseError(f"search draws cases for a Buffer, most of which {subject} cannot run; use run")
-    job = _job(context.params)
-    from moonep_validate.engine import run_case
-    from moonep_validate.report.summary import Summary
-    from moonep_validate.search import lines
-    from moonep_validate.search import search as search_cases
-
-    generations = (job.generation,) if job.generation else ("A", "B")
-    portable = job.module is not None and not relaxed
-    with _out.status("searching"):
-        result = search_cases(lambda one: run_case(job, one)[1], seconds, seed, generations, portable)
-    _out.print(
-        f"{result.tried} cases in {result.seconds:.0f} s, {result.vacuous} of them vacuous", highlight=False
-    )
-    for line in lines(result):
-        _out.print(line, markup=False, highlight=False, soft_wrap=True)
-    for verdict in result.failures:
-        _out.print(verdict.diagnosis, markup=False, highlight=False, soft_wrap=True)
-    raise typer.Exit(Summary(result.tried, result.failures).exit_code if result.failures else 0)
-
-
-@app.command()
-def mutate(
-    context: typer.Context,
-    fault: Annotated[list[str] | None, typer.Option("--fault", help="Only this fault; may be repeated.")] = None,
-    kind: Annotated[
-        list[str] | None, typer.Option("--kind", help="Only faults that stand for this kind or bug, e.g. K08.")
-    ] = None,
-    subject: SubjectOption = "reference",
-    experts: ExpertsOption = "reference",
-    sglang_path: PathOption = None,
-    world: WorldOption = None,
-    device: DeviceOption = None,
-    deadline: Annotated[
-        float | None, typer.Option(min=0.1, help="See run [2 on the reference, 6 in processes, else 30].")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="The matrix as JSON.")] = False,
-    shrink_seconds: Annotated[float, typer.Option(help="Time to shrink each kill; 0 to leave it.")] = 0.0,
-    write: Annotated[Path | None, typer.Option(help="Also write the document (docs/faults.md).")] = None,
-) -> None:
-    """Seed every known fault, and see whether the suite finds it: at which stage, by which check."""
-    from moonep_validate import mutate as mutation
-    from moonep_validate.report import matrix as report
-
-    quick = mutation.DEADLINE * (3 if world == "processes" else 1)
-    deadline = deadline or (quick if subject == "reference" else 30.0)
-    job = _job({**_NO_OPTIONS, **context.params, "fault": None, "deadline": deadline})
-    if job.not_run:
-        raise CaseError(job.not_run)
-    chosen = [one.id for one in mutation.chosen(job, fault or (), kind or ())]
-    outcomes, console = [], Console(stderr=True) if json else _out
-    console.print(
-        f"[bold]moonep-validate {__version__}[/bold]: {len(chosen)} faults on {subject}", highlight=False
-    )
-    for outcome in mutation.mutate(job, chosen, shrink_seconds):
-        outcomes.append(outcome)
-        console.print(report.outcome_line(outcome), highlight=False, soft_wrap=True)
-    whole = not fault and not kind
-    result = mutation.Matrix(outcomes, mutation.needed_checks(job, whole))
-    mutation.sharpen(job, result)
-    if json:
-        sys.stdout.write(dump_json(result.to_json()) + "\n")
-    else:
-        report.show_matrix(_out, result)
-    if write:
-        write.write_text(report.faults_document(result))
-    raise typer.Exit(result.exit_code)
-
-
-@app.command()
-def nulls(
-    context: typer.Context,
-    seconds: Annotated[float, typer.Option("--time", min=1.0, help="Seconds to run.")] = 60.0,
-    seed: Annotated[int, typer.Option(help="Where to start; the same seed draws the same cases.")] = 0,
-    subject: SubjectOption = "reference",
-    sglang_path: PathOption = None,
-    device: DeviceOption = None,
-    deadline: DeadlineOption = 30.0,
-) -> None:
-    """Count false alarms: cases of real data on a subject that is right; how often does a bound fail?"""
-    from moonep_validate.nulls import null_runs
-
-    job = _job({**_NO_OPTIONS, **context.params})
-    with _out.status("running"):
-        result = null_runs(job, seconds, seed)
-    for line in (*result.lines, result.summary):
-        _out.print(line, markup=False, highlight=False, soft_wrap=True)
-    raise typer.Exit(int(result.over_budget))
+app.command()(commands_mutate.search)
+app.command()(commands_mutate.mutate)
+app.command()(commands_mutate.nulls)
+app.command()(commands_worlds.races)
 
 
 @app.command()
@@ -402,24 +264,25 @@ def cases(
 ) -> None:
     """List the words of a case line, and the cases of a profile."""
     lines = [str(case) for case in profile(profile_name)]
-    _out.print(
+    console.print(
         "[bold]sizes[/bold]\n  genA or genB, R4 E8 K2 S9 (required), H128 I128 pad16 seed0 (defaults)",
         highlight=False,
     )
-    _out.print(
+    console.print(
         "  slots2 (generation A, default E/R), tokens:9,0,3,9 (real tokens a rank, default S)", highlight=False
     )
     for field in dict.fromkeys(word.field for word in VOCABULARY.values()):
-        _out.print(f"[bold]{field}[/bold]")
+        console.print(f"[bold]{field}[/bold]")
         for word in VOCABULARY.values():
             if word.field == field:
-                _out.print(f"  {word.usage:16} {word.summary}", highlight=False)
-    _out.print(f"[bold]profile {profile_name}[/bold]")
-    _out.print("\n".join(f"  {line}" for line in lines), highlight=False, soft_wrap=True)
+                console.print(f"  {word.usage:16} {word.summary}", highlight=False)
+    console.print(f"[bold]profile {profile_name}[/bold]")
+    console.print("\n".join(f"  {line}" for line in lines), highlight=False, soft_wrap=True)
 
 
 app.command()(commands_formats.checkpoint)
 app.command()(commands_formats.memory)
+app.command()(commands_worlds.bench)
 
 
 @app.command()
@@ -466,33 +329,11 @@ def _other(error: Exception) -> int:
 def _job_and_cases(options: Mapping[str, Any], profile_name: str) -> tuple[Job, list[Case]]:
     """What a run judges, and on which cases: those given, else the profile's, by Buffer key."""
     lines, listed = [Case.parse(text) for text in options["case"] or ()], profile(profile_name)
-    job = _job(options)
+    job = job_of(options)
     from moonep_validate.engine import select_cases
 
     cases = lines or for_generations(listed, (job.generation,) if job.generation else ("A", "B"))
     return job, select_cases(job, cases, options["ranks"], keep_order=bool(lines))
-
-
-def _job(options: Mapping[str, Any]) -> Job:
-    """The job of a command, from its own parameters."""
-    from moonep_validate.engine import make_job
-
-    given = {name: options[name] for name in ("api", "policy", "relaxed", "destructive", "deadline", "device")}
-    for name, known in (("api", ("A", "B")), ("policy", ("upstream", "legal")), ("device", ("cpu", "cuda"))):
-        if given[name] is not None:
-            _one_of(f"--{name}", given[name], known)
-    with _out.status("starting"):
-        return make_job(
-            options["moonep_module"],
-            faults=options["fault"] or (),
-            subject=options["subject"],
-            path=options["sglang_path"],
-            waivers="" if options["waivers"] == "none" else options["waivers"],
-            experts=options["experts"],
-            world=options.get("world"),
-            keep=options.get("record", "full"),
-            **given,
-        )
 
 
 def _require(job: Job, wanted: list[str]) -> None:
@@ -502,11 +343,6 @@ def _require(job: Job, wanted: list[str]) -> None:
     if missing := unmet(job, wanted):
         Console(stderr=True).print("\n".join(missing), markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1)
-
-
-def _one_of(option: str, value: str, known: Iterable[str]) -> None:
-    if value not in known:
-        raise CaseError(f"{option} is {value!r}; known: {', '.join(known)}")
 
 
 def _folder(path: Path) -> OutputFolder:
@@ -547,10 +383,10 @@ def _judge_all(
     from moonep_validate.report import terminal
     from moonep_validate.report.summary import Summary
 
-    _out.print(f"[bold]moonep-validate {__version__}[/bold]: {title}", highlight=False)
+    console.print(f"[bold]moonep-validate {__version__}[/bold]: {title}", highlight=False)
     summary, start, trace = Summary(len(cases)), time.monotonic(), None
     try:
-        with terminal.progress_bar(_out) as progress:
+        with terminal.progress_bar(console) as progress:
             task = progress.add_task("", total=len(cases))
             for one in cases:
                 progress.update(task, description=str(one))
@@ -569,8 +405,8 @@ def _judge_all(
         summary.interrupted = True
         if folder:
             folder.write_report(summary, trace.subject if trace else "")
-    terminal.show_table(_out, summary)
-    terminal.show_verdict(_out, summary, trace, time.monotonic() - start)
+    terminal.show_table(console, summary)
+    terminal.show_verdict(console, summary, trace, time.monotonic() - start)
     return summary
 
 
@@ -583,10 +419,10 @@ def _show_smallest(summary: Summary, job: Job, seconds: float) -> None:
     failures = [verdict for verdict in first_failures(summary.verdicts) if verdict.status == "failed"]
     if not failures:
         return
-    with _out.status("looking for the smallest failing case"):
+    with console.status("looking for the smallest failing case"):
         smallest = shrink_case(failures[0].case, lambda one: run_case(job, one)[1], seconds)
     command = run_case(job, smallest.case)[1].command
-    _out.print(
+    console.print(
         f"smallest failing case ({smallest.tried} candidates tried):\n  {command}",
         highlight=False,
         soft_wrap=True,

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from moonep_validate.case import CaseError
+from moonep_validate.options import console
 
 if TYPE_CHECKING:
     from moonep_validate.checkpoint import Progress, Report
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 #: Findings that are printed; all of them are counted, and in the JSON.
 SHOWN = 20
-_out = Console(width=None if sys.stdout.isatty() else 120)
 
 JsonOption = Annotated[bool, typer.Option("--json", help="One line of JSON.")]
 
@@ -98,10 +98,8 @@ def _with_progress(inspection: Callable[[Progress], Report]) -> Report:
 
     columns = (progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeRemainingColumn())
     text = progress.TextColumn("{task.description}", markup=False)
-    console = Console(stderr=True)
-    with progress.Progress(
-        *columns, text, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    stderr = Console(stderr=True)
+    with progress.Progress(*columns, text, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         task = bar.add_task("reading headers", total=None)
         return inspection(
             lambda done, total, name: bar.update(task, completed=done, total=total, description=name)
@@ -145,7 +143,7 @@ def _show_memory(plans: list[Plan], title: str, size: int | None, gpu: str | Non
 
 def _print(text: str) -> None:
     if text:
-        _out.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _size(nbytes: int) -> str:

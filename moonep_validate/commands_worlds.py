@@ -8,9 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from moonep_validate.case import Case, CaseError
+from moonep_validate.case import Case
+from moonep_validate.options import (
+    NO_OPTIONS,
+    DeadlineOption,
+    DeviceOption,
+    FaultOption,
+    RanksOption,
+    WorldOption,
+    console,
+    job_of,
+    one_of,
+)
 
 if TYPE_CHECKING:
     from moonep_validate.engine import Job
@@ -49,24 +59,22 @@ def joined(command: str | None, job: Job, cases: list[Case], folder: Callable[[]
 
 
 def races(
+    context: typer.Context,
     seconds: Annotated[float, typer.Option("--time", min=1.0, help="Seconds to run.")] = 60.0,
     seed: Annotated[int, typer.Option(min=0, help="Where to start; a seed is the same schedule again.")] = 0,
     seeds: Annotated[int | None, typer.Option(min=1, help="Stop after so many seeds.")] = None,
-    world: Annotated[str | None, typer.Option(help="threads or processes.")] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Only the cases of so many ranks.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
-    fault: Annotated[
-        list[str] | None, typer.Option("--fault", help="Seed a fault, e.g. slots-reused-early.")
-    ] = None,
-    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds a rank may run without a sign.")] = 30.0,
+    world: WorldOption = None,
+    ranks: RanksOption = None,
+    device: DeviceOption = None,
+    fault: FaultOption = None,
+    deadline: DeadlineOption = 30.0,
 ) -> None:
     """Run batches in flight at a time in seeded orders and delays: does any schedule break the reference?"""
     from moonep_validate import races as seeded
-    from moonep_validate.engine import make_job, run_case
+    from moonep_validate.engine import run_case
     from moonep_validate.report.summary import Summary
 
-    job = make_job(faults=fault or (), deadline=deadline, world=world, device=device)
-    console = Console(width=None if Console().is_terminal else 120)
+    job = job_of({**NO_OPTIONS, **context.params})
     lines = seeded.cases(seed, ranks or (2 if device == "cuda" else None), None)
     result = seeded.races(lambda case: run_case(job, case, exercised=False)[1], lines, seconds, seeds)
     for verdict in result.failures[:3]:
@@ -83,11 +91,9 @@ def bench(
     ),
 ) -> None:
     """Print speed ratios measured in one run."""
-    if what not in ("core", "worlds", "k3"):
-        raise CaseError(f"bench is {what!r}; known: core, worlds, k3")
+    one_of("bench", what, ("core", "worlds", "k3"))
     from moonep_validate import bench as benchmarks
 
-    console = Console(width=None if Console().is_terminal else 120)
     if what == "worlds":
         benchmarks.worlds(console)
     elif what == "k3":

@@ -37,6 +37,8 @@ DEADLINE = 2.0
 #: Checks of what an engine, or another caller, does around a Buffer: no fault of a Buffer makes them fail. M2 is
 #: about how the reference's own parts are put together.
 OF_CALLERS = ("I1", "I2", "I3", "I4", "I6", "I11", "I15", "I16", "M2", "W4")
+#: Checks of cases that run on GPUs only, and are in no list of cases here.
+ON_GPUS = ("V20",)
 
 
 @dataclass
@@ -121,7 +123,10 @@ def chosen(job: Job, ids: Sequence[str] = (), kinds: Sequence[str] = ()) -> list
 
 
 def case_list(job: Job) -> list[Case]:
-    """The cases that faults are tried on: at most ``MOST_CASES``, each scenario early, cheap ones first."""
+    """The cases that faults are tried on: at most ``MOST_CASES``, cheap ones first.
+
+    First one of each scenario and format, then one for each event that cases claim, then the rest in turns.
+    """
     generations = (job.generation,) if job.generation else ("B",)
     listed = for_generations(profile(default_profile(job.engine or "reference")), generations)
     listed += [] if job.generation else [case for case in profile("default") if case.generation == "A"]
@@ -130,11 +135,15 @@ def case_list(job: Job) -> list[Case]:
     for case in sorted((case for case in listed if supports(case) is None), key=_cost):
         groups.setdefault(f"{case.scenario} {case.format}", []).append(case)
     turns = range(max((len(group) for group in groups.values()), default=0))
-    return [group[turn] for turn in turns for group in groups.values() if turn < len(group)][:MOST_CASES]
+    ordered = [group[turn] for turn in turns for group in groups.values() if turn < len(group)]
+    events = {event: case for case in reversed(ordered) for event in case.witnesses}
+    return list(dict.fromkeys([*ordered[: len(groups)], *events.values(), *ordered]))[:MOST_CASES]
 
 
-def _cost(case: Case) -> int:
-    return case.R * case.S * case.K * case.H + case.E * case.I * case.H
+def _cost(case: Case) -> tuple[bool, int]:
+    """Cases with batches in flight come last: they find many faults, but late, where the damage shows."""
+    work = case.R * case.S * case.K * case.H + case.E * case.I * case.H
+    return case.scenario.name == "nemesis", work
 
 
 def try_fault(job: Job, fault: str, cases: Sequence[Case], shrink_seconds: float = 0.0) -> Outcome:
@@ -307,4 +316,4 @@ def needed_checks(job: Job, whole: bool) -> list[str]:
         return []
     if job.engine:
         return [check.id for check in CHECKS.values() if check.stage in _OF_ENGINES]
-    return [check for check in ("F1", *CHECKS, *PROMISES) if check not in OF_CALLERS]
+    return [check for check in ("F1", *CHECKS, *PROMISES) if check not in OF_CALLERS + ON_GPUS]

@@ -98,7 +98,7 @@ def _expert_weights(
     H: int,
     I: int,
     entries: int,
-    device: torch.device,
+    device: torch.device,  # where the caller makes tensors: part of the cache's key only
 ) -> dict[str, Tensor]:
     expert = torch.arange(per_rank)[:, None] + rank * per_rank
     if fill == "ints":

@@ -129,9 +129,15 @@ class Call:
     later: list[Callable[[], None]] = field(default_factory=list)
 
     def put(self, **tensors: Tensor | None) -> None:
-        """Keep a copy of each tensor that is not None, made in the order of the current stream."""
+        """Keep a copy of each tensor that is not None, made in the order of the current stream.
+
+        Raises:
+            ValueError: for a tensor without data; later on it would be the next call that fails.
+        """
         for name, tensor in tensors.items():
             if tensor is not None:
+                if tensor.is_meta:
+                    raise ValueError(f"{name} is a meta tensor: it holds no data")
                 for part, kept in self.policy.of(name, tensor.detach()).items():
                     # what indexing made is a copy already
                     copied = kept is not tensor and kept.data_ptr() != tensor.data_ptr()

@@ -171,7 +171,7 @@ def findings(packed: Tensor, scale: Tensor, due: Identity) -> list[str]:
         One line per kind of fault, e.g. ``got expert 5 up rows 0-95 where expert 3 gate rows 0-95 were due``.
     """
     got = identify(packed)
-    lines = _unknown(packed, due) if not bool(got.known.all()) else []
+    lines = _unknown(packed) if not bool(got.known.all()) else []
     pairs = _groups(got, due)
     lines += [_wrong_place(got, due, at) for at in pairs]
     owner = _either(got, due)
@@ -180,7 +180,7 @@ def findings(packed: Tensor, scale: Tensor, due: Identity) -> list[str]:
     return lines
 
 
-def _unknown(packed: Tensor, due: Identity) -> list[str]:
+def _unknown(packed: Tensor) -> list[str]:
     """Blocks that name nobody: find the nibble order that they would name somebody in."""
     bytes = mxfp4.as_bytes(packed)
     codes = mxfp4.unpack(bytes).unflatten(-1, (-1, mxfp4.BLOCK))

@@ -115,11 +115,6 @@ class Geometry:
         rows, columns = self.matrix(tensor.matrix)
         return rows, columns // (2 if tensor.part == "weight_packed" else BLOCK)
 
-    @property
-    def expert_parameters(self) -> int:
-        """Parameters of one expert."""
-        return 3 * self.latent * self.intermediate
-
     def tensors(self) -> Iterator[ExpertTensor]:
         """Every expert tensor that a checkpoint must have, in order."""
         for layer in self.layers:

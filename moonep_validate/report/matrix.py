@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from moonep_validate.faults import FAULTS
-from moonep_validate.mutate import Matrix, Outcome
+from moonep_validate.faults import FAULTS, Fault
+from moonep_validate.mutate import OF_CALLERS, ON_GPUS, Matrix, Outcome
 
 _STYLE = {"killed": "green", "not_exercised": "dim", "not_run": "dim"}
 
@@ -69,12 +69,25 @@ def faults_document(matrix: Matrix) -> str:
         case = f"`{outcome.case}`" if outcome.case else ""
         about = FAULTS[outcome.id]
         lines.append(f"| `{about.id}` | {about.summary} | {about.stage} | {found} | {case} | {about.bugs} |")
-    engines = [fault for fault in FAULTS.values() if fault.for_engine]
-    if engines:
-        lines += ["", "Of an engine's own code, seeded around its loader, dispatch, experts and layer:", ""]
-        lines += ["| fault | what is wrong | stage | stands for |", "| --- | --- | --- | --- |"]
-        lines += [f"| `{one.id}` | {one.summary} | {one.stage} | {one.bugs} |" for one in engines]
+    tried = {outcome.id for outcome in matrix.outcomes}
+    others = [fault for fault in FAULTS.values() if fault.id not in tried]
+    lines += _not_tried(
+        "Not tried here, since they show on GPUs only, where a call returns before its work is done "
+        "(`moonep-validate mutate --device cuda`):",
+        [fault for fault in others if fault.needs_gpu],
+    )
+    lines += _not_tried(
+        "Of an engine's own code, seeded around its loader, dispatch, experts and layer:",
+        [fault for fault in others if fault.for_engine],
+    )
     return "\n".join([*lines, *_checks(matrix), ""])
+
+
+def _not_tried(why: str, faults: Sequence[Fault]) -> Sequence[str]:
+    if not faults:
+        return []
+    rows = [f"| `{one.id}` | {one.summary} | {one.stage} | {one.bugs} |" for one in faults]
+    return ["", why, "", "| fault | what is wrong | stage | stands for |", "| --- | --- | --- | --- |", *rows]
 
 
 def _checks(matrix: Matrix) -> Sequence[str]:
@@ -82,4 +95,11 @@ def _checks(matrix: Matrix) -> Sequence[str]:
     for check in matrix.needed:
         names = [f"`{outcome.id}`" for outcome in matrix.outcomes if check in outcome.checks]
         lines.append(f"| {check} | {', '.join(names)} |")
-    return lines
+    if not matrix.needed:
+        return lines
+    return [
+        *lines,
+        "",
+        f"No fault of a Buffer makes {', '.join(OF_CALLERS)} fail: they judge what an engine or a caller does.",
+        f"{', '.join(ON_GPUS)} is judged on GPUs only. Corrupted traces in the tests show that these can fail.",
+    ]

@@ -1,8 +1,8 @@
-"""How does ``Comm`` look over torch.distributed? One all_gather_object per collective, and memory that peers map.
+"""How does ``Comm`` look over torch.distributed? Small values by all_gather_object, and memory that peers map.
 
-Collectives are small and slow on purpose: they move what they are given and name what they wait for. The name
-travels with the value, so that ranks which call different collectives are told so instead of exchanging the wrong
-things. Rows travel through symmetric memory (mapped.py) wherever it can be had.
+The name of a collective travels with the value, so that ranks which call different ones are told so instead of
+exchanging the wrong things. Rows travel through symmetric memory (mapped.py) wherever it can be had. Workers of
+one host pass small values faster (local.py).
 """
 
 from __future__ import annotations
@@ -50,21 +50,26 @@ class DistComm:
         """See ``Comm.exchange``.
 
         Raises:
-            CollectiveError: if a peer does not arrive within the group's timeout.
+            CollectiveError: if a peer is gone, or does not arrive within the group's timeout.
             Deadlock: if the ranks are in different collectives.
         """
         self.pause(name)
         self.calls += 1
-        gathered: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(gathered, (name, value), group=self.group)
-        except RuntimeError as error:
+            gathered = self._gather((name, value))
+        except (RuntimeError, OSError) as error:
             raise CollectiveError(f"{name} (collective #{self.calls}): {str(error).splitlines()[0]}") from None
         names = [other for other, _ in gathered]
         if len(set(names)) > 1:
             places = "; ".join(f"rank {rank} is in {other}" for rank, other in enumerate(names))
             raise Deadlock(f"{places} (collective #{self.calls})")
         return [received for _, received in gathered]
+
+    def _gather(self, value: Any) -> list[Any]:
+        """One value from each rank, in rank order."""
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
 
     def fence(self, name: str, memory: Tensor) -> None:
         """See ``Comm.fence``; on a GPU without symmetric memory the host waits for the stream."""

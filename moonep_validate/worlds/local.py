@@ -1,7 +1,4 @@
-"""How do ranks of one host exchange small values fast? Through sockets of rank 0, in a hundredth of gloo's time.
-
-Everything else of ``DistComm`` stays: memory that ranks share, fences, and what a Buffer does with its group.
-"""
+"""How do ranks of one host pass small values on fast? Through sockets of rank 0, in a hundredth of gloo's time."""
 
 from __future__ import annotations
 
@@ -10,15 +7,13 @@ import pickle
 import time
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moonep_validate.worlds.comm import CollectiveError, Deadlock
 from moonep_validate.worlds.dist import DistComm
 
-T = TypeVar("T")
 _CONNECT_SECONDS = 60.0
 
 
@@ -89,20 +84,11 @@ class LocalComm(DistComm):
         super().__init__(None)
         self.star = star
 
-    def exchange(self, name: str, value: T) -> list[T]:
-        """See ``DistComm.exchange``; the same answers, and the same errors."""
-        self.pause(name)
-        self.calls += 1
+    def _gather(self, value: Any) -> list[Any]:
         try:
-            gathered: list[Any] = [pickle.loads(one) for one in self.star.gather(_packed((name, value)))]
-        except (OSError, EOFError) as error:
-            reason = "Connection closed by peer" if isinstance(error, EOFError) else str(error)
-            raise CollectiveError(f"{name} (collective #{self.calls}): {reason}") from None
-        names = [other for other, _ in gathered]
-        if len(set(names)) > 1:
-            places = "; ".join(f"rank {rank} is in {other}" for rank, other in enumerate(names))
-            raise Deadlock(f"{places} (collective #{self.calls})")
-        return [received for _, received in gathered]
+            return [pickle.loads(one) for one in self.star.gather(_packed(value))]
+        except EOFError:
+            raise ConnectionError("Connection closed by peer") from None
 
 
 class _Pickler(pickle.Pickler):

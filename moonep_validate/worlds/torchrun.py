@@ -7,6 +7,7 @@ every rank says where it is, rank 0 writes down what it knows, and all processes
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -72,7 +73,10 @@ class World:
         self._ending = threading.Lock()
         self._main = threading.main_thread().ident
         self._listen()
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._over = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+        atexit.register(self._rest)
 
     def share(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
@@ -191,8 +195,7 @@ class World:
     def _watch(self) -> None:
         """Look for signs of life of any rank, on all hosts."""
         mine, total = self.flight.count, 0
-        while True:
-            time.sleep(_TICK)
+        while not self._over.wait(_TICK):
             if self._told_to_end():
                 self.lost(None, "torchrun ends all ranks (SIGTERM)")
             fresh = int(self.flight.count != mine)
@@ -208,6 +211,11 @@ class World:
                 limit = min(limit, GRACE)
             if limit is not None and time.monotonic() - self._since > limit:
                 self.lost(limit, "")
+
+    def _rest(self) -> None:
+        """End the watch before the interpreter ends: a thread that it stops in the store aborts the process."""
+        self._over.set()
+        self._watcher.join(_PATIENCE)
 
     def _listen(self) -> None:
         """A handler of SIGTERM that works while the main thread waits in a collective."""

@@ -28,11 +28,7 @@ REFUSALS = Case.parse(f"genB+{SIZES}+refusals")
 EQUAL_LOADS = Case.parse(f"genB+{SIZES}+balanced")
 K3 = Case.parse(f"genB+{SIZES}+zipf:1.0+fill:real+k3")
 FEW_SLOTS = Case.parse("genA+R4+E16+K4+S17+H24+I20+slots1+overflow")
-METAMORPHIC = Case.parse(f"genB+{SIZES}+hot:1+metamorphic")
-INDEPENDENT = Case.parse(f"genB+{SIZES}+hot:1+fill:real+independent")
-LINEAR = Case.parse(f"genB+{SIZES}+hot:1+linear")
 NEMESIS = Case.parse("genB+R3+E6+K4+S7+H24+I8+nemesis:4")
-SLOT_COUNTS = Case.parse(f"genA+{SIZES}+hot:1+slot_counts")
 
 
 def call(trace: Trace, op: str, rank: int = 1, step: str = "base") -> Call:
@@ -593,28 +589,3 @@ CORRUPTIONS.append(Corruption("O1", "plan", "rows contiguous at rank 1", rows_st
 CORRUPTIONS = [c for c in CORRUPTIONS if c.check != "L12"]
 CORRUPTIONS.append(Corruption("L12", "plan", "place of the duplicate in its list", dedup_order_reversed, COMBINE))
 CORRUPTIONS.append(Corruption("L12", "plan", "dup_counts at rank 1, field 0", put("dispatch", "dup_counts", 0, 1)))
-
-
-#: Promise -> step that makes it, what it is compared with, case; rank 1's token 1 changes in column 3.
-MOVED = {
-    "V9": ("permuted", "'base'", METAMORPHIC),
-    "V10": ("relabelled", "'base'", METAMORPHIC),
-    "V11": ("rotated", "'base'", METAMORPHIC),
-    "V12": ("second_half", "'base'", METAMORPHIC),
-    "V13": ("others_changed", "'base'", INDEPENDENT),
-    "V14": ("negated", "+2 * 'silenced' -1 * 'base'", LINEAR),
-    "V15": ("odd_routes", "+1 * 'base' -1 * 'even_routes'", LINEAR),
-    "V16": ("elsewhere", "'even_routes'", LINEAR),
-    "V17": ("twice", "'once'", LINEAR),
-    "V18": ("one_slot", "'base'", SLOT_COUNTS),
-}
-CORRUPTIONS += [
-    Corruption(
-        check,
-        "layer",
-        f"layer.out of step {step!r} against {base}:{' bits' * (check == 'V13')} at rank 1, token 1, column 3",
-        put("layer", "out", (1, 3), 16.0, 1, step),
-        case,
-    )
-    for check, (step, base, case) in MOVED.items()
-]

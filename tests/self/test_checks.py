@@ -14,9 +14,12 @@ from moonep_validate.facts import Step
 from moonep_validate.trace import Part, Trace
 from tests.self.corruptions import CORRUPTIONS, EQUAL_LOADS, Corruption, call, moved_without_need, results, tensor
 from tests.self.corruptions_experts import EXPERTS
+from tests.self.corruptions_moved import MOVED
 
 
-@pytest.mark.parametrize("corruption", CORRUPTIONS + EXPERTS, ids=lambda c: f"{c.check}-{c.change.__name__}")
+@pytest.mark.parametrize(
+    "corruption", CORRUPTIONS + EXPERTS + MOVED, ids=lambda c: f"{c.check}-{c.change.__name__}"
+)
 def test_corruption_is_caught_at_its_stage(corruption: Corruption, recorded: Callable[..., Trace]) -> None:
     clean = judge(recorded(corruption.case))
     assert clean.ok, clean.diagnosis
@@ -33,7 +36,7 @@ def test_corruption_is_caught_at_its_stage(corruption: Corruption, recorded: Cal
 
 
 def test_every_check_has_a_negative_control() -> None:
-    assert {c.check for c in CORRUPTIONS + EXPERTS} == {*CHECKS, *PROMISES, "F1"}
+    assert {c.check for c in CORRUPTIONS + EXPERTS + MOVED} == {*CHECKS, *PROMISES, "F1"}
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -25,7 +25,7 @@ def test_run_prints_evidence_table_meaning_and_code(cli: Cli) -> None:
     code, out, err = cli("run", "--case", CASE)
     assert (code, err) == (0, "")
     assert "evidence: reference moonep_validate.reference" in out
-    for word in ("plan      L1 ", "dispatch  A1", "prefetch  I6", "experts   P1", "combine   C1", "layer     I16"):
+    for word in ("plan      L1 ", "dispatch  A1", "prefetch  I6", "experts   H2", "combine   C1", "layer     I16"):
         assert word in out
     assert "proves: the suite's own reference transport and experts keep the contract" in out
     assert "leaves open: nothing outside this project ran" in out
@@ -235,11 +235,15 @@ def test_bench_prints_ratios_and_says_what_it_could_not_run(
     from moonep_validate.case import Case
 
     monkeypatch.setattr(bench, "_LARGE", Case.parse("genB+R4+E16+K4+S4096+pad128+zipf:1.0"))
+    monkeypatch.setattr(bench, "_SMALL", Case.parse("genB+R2+E4+K2+S3+H8+I8"))
+    monkeypatch.setattr(bench, "_PROCESSES", 1)
+    monkeypatch.setattr(bench, "_MANY", 3)
     code, out, _ = cli("bench", "core")
     assert code == 0
     assert "for twice the tokens" in out
     assert "extrapolated linearly" in out
     assert "a minute" in out
+    monkeypatch.setattr(bench, "_small_cases", lambda say, case: None)
     code, out, _ = cli("bench", "core", "--naive", str(tmp_path / "absent.py"))
     assert code == 0
     assert "naive loop: not run" in out

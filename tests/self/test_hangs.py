@@ -110,7 +110,7 @@ def test_one_of_four_ranks_misbehaves_and_the_next_case_passes(
     assert run_case(good, CASE)[1].ok  # the key is no longer new: from here on the short deadline counts
     start = time.monotonic()
     trace, verdict = run_case(job, CASE)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 40  # about 6 s on two idle cores
     assert verdict.first is not None
     assert (verdict.first.stage, verdict.first.check) == ("combine", "F1"), verdict.diagnosis
     assert status in (None, verdict.status), verdict.diagnosis

@@ -28,13 +28,19 @@ class Buffer(moonep_{generation}.Buffer):
 """
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all modules, so that a sound pool is used again."""
+    return tmp_path_factory.mktemp("modules")
+
+
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
-    """Write a module with a faulty Buffer, and make the job that judges it."""
+def module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
+    """Write a module with a faulty Buffer, and make the job that judges it; workers import each name once."""
 
     def make(name: str, body: str, generation: str = "b", api: str | None = None) -> Job:
-        (tmp_path / f"{name}.py").write_text(HEAD.replace("{generation}", generation) + body)
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        (folder / f"{name}.py").write_text(HEAD.replace("{generation}", generation) + body)
+        monkeypatch.setenv("PYTHONPATH", str(folder))
         return replace(make_job(name, api=api, deadline=8.0), first_deadline=8.0)
 
     return make

