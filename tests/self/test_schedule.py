@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -158,3 +158,18 @@ def test_races_says_which_numbers_of_ranks_there_are() -> None:
 def test_a_seed_is_a_number() -> None:
     with pytest.raises(CaseError, match="nemesis"):
         Case.parse("genB+R2+E4+K2+S4+nemesis:x")
+
+
+def test_races_says_at_once_that_there_is_no_gpu(cli: Callable[..., tuple[int, str, str]]) -> None:
+    if torch.cuda.device_count() >= 2:
+        pytest.skip("there are GPUs")
+    code, _, err = cli("races", "--device", "cuda", "--time", "1")
+    assert code == 4
+    assert "--device cuda needs a GPU for each of 2 ranks; torch sees" in err
+
+
+def test_races_prints_what_it_found(cli: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = cli("races", "--ranks", "2", "--seeds", "2", "--fault", "no-dispatch-exit-fence")
+    assert code == 1
+    assert "2 failed, the first at seed 0" in out
+    assert "failed at stage dispatch (check H1" in out
