@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from moonep_validate.case import Case
+from moonep_validate.case import Case, CaseError
 from moonep_validate.checks import CHECKS, run_check
 from moonep_validate.contract import Ints, Layout
-from moonep_validate.engine import Job, judge, make_job, open_trace, record, run_case
+from moonep_validate.engine import Job, judge, make_job, open_trace, record, run_case, too_few_gpus
 from moonep_validate.facts import Step
 from moonep_validate.oracle.plan import Plan, make_plan
 from moonep_validate.routing import topk_ids
@@ -201,6 +201,8 @@ def k3(console: Console, device: str) -> None:
         console: where to print.
         device: ``cpu`` or ``cuda``.
     """
+    if reason := too_few_gpus(make_job(device=device), 2):
+        raise CaseError(reason)
     for generation in ("A", "B"):
         case = Case.parse(_K3.format(generation=generation))
         for keep in ("digest", "columns"):

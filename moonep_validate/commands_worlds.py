@@ -71,11 +71,14 @@ def races(
 ) -> None:
     """Run batches in flight at a time in seeded orders and delays: does any schedule break the reference?"""
     from moonep_validate import races as seeded
-    from moonep_validate.engine import run_case
+    from moonep_validate.engine import run_case, too_few_gpus
     from moonep_validate.report.summary import Summary
 
     job = job_of({**NO_OPTIONS, **context.params})
-    lines = seeded.cases(seed, ranks or (2 if device == "cuda" else None), None)
+    ranks = ranks or (2 if device == "cuda" else None)
+    if reason := too_few_gpus(job, ranks or 1):
+        raise CaseError(reason)
+    lines = seeded.cases(seed, ranks, None)
     result = seeded.races(lambda case: run_case(job, case, exercised=False)[1], lines, seconds, seeds)
     for verdict in result.failures[:3]:
         console.print(verdict.diagnosis, markup=False, highlight=False, soft_wrap=True)
