@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moonep_validate.case import Case
+from moonep_validate.case import Case, CaseError
 from moonep_validate.options import (
     NO_OPTIONS,
     DeadlineOption,
