@@ -223,8 +223,8 @@ def _shared_out(job: Job, work: Callable[[str], T], items: Sequence[str], worker
 def sharpen(job: Job, matrix: Matrix, workers: int = 2) -> None:
     """Look further where a check has made no fault fail yet: a fault is mostly killed before its own case.
 
-    All cases are looked at here, not only those that faults are tried on. Adds the check to the outcome of the fault
-    that it finds.
+    All cases are looked at here, not only those that faults are tried on. Adds the check to the outcome of the
+    fault that it finds.
     """
     killed = [one.id for one in matrix.outcomes if one.killed]
     work = partial(_find_kill, job, faults=killed, cases=case_list(job, None))
