@@ -122,8 +122,8 @@ def chosen(job: Job, ids: Sequence[str] = (), kinds: Sequence[str] = ()) -> list
     return [fault for fault in named if not kinds or set(kinds) & set(fault.bugs.split())]
 
 
-def case_list(job: Job) -> list[Case]:
-    """The cases that faults are tried on: at most ``MOST_CASES``, cheap ones first.
+def case_list(job: Job, most: int | None = MOST_CASES) -> list[Case]:
+    """The cases that faults are tried on, cheap ones first.
 
     First one of each scenario and format, then one for each event that cases claim, then the rest in turns.
     """
@@ -137,7 +137,7 @@ def case_list(job: Job) -> list[Case]:
     turns = range(max((len(group) for group in groups.values()), default=0))
     ordered = [group[turn] for turn in turns for group in groups.values() if turn < len(group)]
     events = {event: case for case in reversed(ordered) for event in case.witnesses}
-    return list(dict.fromkeys([*ordered[: len(groups)], *events.values(), *ordered]))[:MOST_CASES]
+    return list(dict.fromkeys([*ordered[: len(groups)], *events.values(), *ordered]))[:most]
 
 
 def _cost(case: Case) -> tuple[bool, int]:
@@ -223,10 +223,11 @@ def _shared_out(job: Job, work: Callable[[str], T], items: Sequence[str], worker
 def sharpen(job: Job, matrix: Matrix, workers: int = 2) -> None:
     """Look further where a check has made no fault fail yet: a fault is mostly killed before its own case.
 
-    Adds the check to the outcome of the fault that it finds.
+    All cases are looked at here, not only those that faults are tried on. Adds the check to the outcome of the
+    fault that it finds.
     """
     killed = [one.id for one in matrix.outcomes if one.killed]
-    work = partial(_find_kill, job, faults=killed, cases=case_list(job))
+    work = partial(_find_kill, job, faults=killed, cases=case_list(job, None))
     for check, fault in _shared_out(job, work, matrix.blunt, workers):
         for outcome in matrix.outcomes:
             if outcome.id == fault:
