@@ -20,7 +20,9 @@ def _tokens(s: Step, rank: int) -> int:
 @check("I8", "load", needs="full")
 def loaded_bytes(s: Step) -> Iterator[Compared]:
     """Every rank holds every expert's weights, in expert order, as the checkpoint has them; of B its own ones"""
-    for name in (one[len("local_") :] for one in s.call("load", 0).tensors if one.startswith("local_")):
+    loaded = s.call("load", 0).tensors  # a trace that has travelled keeps no order
+    names = [*PROJECTIONS, *(f"{name}_scale" for name in PROJECTIONS)]
+    for name in (one for one in names if f"local_{one}" in loaded):
         want = s.tap("load", f"local_{name}").flatten(0, 1)
         for rank in range(s.case.R):
             first = rank * s.case.experts_per_rank

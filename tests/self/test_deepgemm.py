@@ -92,7 +92,7 @@ def test_a_build_is_tried_before_it_is_used(kind: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("kind", "none"), [("bf16", "x @ W0"), ("fp8", "zeros")])
 def test_what_a_build_does_with_rows_of_no_group_is_recorded(kind: str, none: str) -> None:
     found = behaviour(fake.library(), kind, "cpu")
-    assert found["library"]["version"] == "0.0-fake"
+    assert found["library"]["file"].endswith("fake_deep_gemm.py")
     assert (found["alignment"], found["tile_of_no_group"], found["last_tile"]) == (32, none, none)
     assert (found["rest_of_a_tile"], found["id_inside_a_tile"]) == ("x @ W1", "first row's")
 
