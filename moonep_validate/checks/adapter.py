@@ -9,6 +9,7 @@ import torch
 
 from moonep_validate.checks import Compared, axes, check, differ, differ_bits
 from moonep_validate.facts import Absent, Step
+from moonep_validate.problem import PROJECTIONS
 
 
 def _tokens(s: Step, rank: int) -> int:
