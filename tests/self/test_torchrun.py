@@ -89,7 +89,9 @@ def test_pytest_runs_on_all_ranks_and_prints_once(tmp_path: Path) -> None:
     code, text = torchrun("pytest", "-v", *cases, cwd=tmp_path)
     assert code == 1
     assert text.count("1 failed, 1 passed, 1 deselected in") == 1, text
-    assert len(re.findall(r"=+ FAILURES =+", text)) == 1, text  # under CI, pytest says why once more in its summary
+    assert len(re.findall(r"=+ FAILURES =+", text)) == 1, (
+        text
+    )  # under CI, pytest says why once more in its summary
     assert "the case claims @triple, but that event did not occur" in text
 
 
