@@ -78,7 +78,7 @@ def races(
     ranks = ranks or (2 if device == "cuda" else None)
     if reason := too_few_gpus(job, ranks or 1):
         raise CaseError(reason)
-    lines = seeded.cases(seed, ranks, None)
+    lines = seeded.cases(seed, ranks)
     result = seeded.races(lambda case: run_case(job, case, exercised=False)[1], lines, seconds, seeds)
     for verdict in result.failures[:3]:
         console.print(verdict.diagnosis, markup=False, highlight=False, soft_wrap=True)

@@ -49,14 +49,14 @@ class Races:
         return f"{self.tried} seeds in {self.seconds:.0f} s, {len(self.failures)} failed, {found}"
 
 
-def cases(seed: int, ranks: int | None, generation: str | None) -> Iterator[Case]:
+def cases(seed: int, ranks: int | None = None) -> Iterator[Case]:
     """Case lines without end, from a seed on.
 
     Raises:
         CaseError: if no geometry has that number of ranks.
     """
     lines = [Case.parse(text) for text in GEOMETRIES]
-    chosen = [c for c in lines if ranks in (None, c.R) and generation in (None, c.generation)]
+    chosen = [c for c in lines if ranks in (None, c.R)]
     if not chosen:
         raise CaseError(f"--ranks {ranks}: races has R = {', '.join(map(str, sorted({c.R for c in lines})))}")
     for number in count(seed):

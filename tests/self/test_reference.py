@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moonep_validate.case import Case
+from moonep_validate.engine import Job, run_case
 from moonep_validate.problem import Batch, batch
 from moonep_validate.reference import moonep_a, moonep_b
 from moonep_validate.worlds import threads
@@ -326,3 +327,27 @@ def test_helpers_that_integrations_import() -> None:
         assert tuple(tensor.shape) == (8, 5)
         assert tuple(module.create_nvl_single_owner_tensor((2, 5), torch.int32, 0, 1, 4).shape) == (2, 5)
         assert module.Buffer.__module__.endswith(module.__name__.split(".")[-2])
+
+
+@pytest.fixture
+def unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world in which no rank can map the memory of another, as on several hosts: rows travel as messages."""
+    monkeypatch.setattr(threads._Rank, "peers", lambda self, tensor: None)
+
+
+@pytest.mark.parametrize("scenario", ["variants", "life", "packed", "grads", "combine_only"])
+@pytest.mark.parametrize("generation", ["A", "B"])
+def test_without_mapped_memory_rows_travel_as_messages(unmapped: None, generation: str, scenario: str) -> None:
+    case = Case.parse(f"gen{generation}+R4+E12+K3+S7+H24+I8+pad4+hot:1+{scenario}+@slot_used")
+    _, verdict = run_case(Job(), case)
+    assert verdict.ok, verdict.diagnosis
+    stamped = [result for result in verdict.results if result.check in ("H1", "H3")]
+    assert stamped
+    assert {result.status for result in stamped} == {"not_applicable"}
+    assert any("memory is not mapped" in result.reason for result in stamped)
+
+
+def test_without_stamps_the_order_of_reads_is_unknown_and_no_pass(unmapped: None) -> None:
+    _, verdict = run_case(Job(), Case.parse("genB+R2+E6+K4+S7+H24+I8+hot:1+nemesis:1"))
+    assert verdict.status == "unknown"
+    assert not verdict.ok
