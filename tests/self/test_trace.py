@@ -11,7 +11,7 @@ import torch
 
 from moonep_validate.engine import Job, judge, record
 from moonep_validate.faults import parse_fault
-from moonep_validate.trace import Call, Trace, TraceError
+from moonep_validate.trace import Call, Recorder, Trace, TraceError
 from tests.self.conftest import CASE
 
 
@@ -63,3 +63,22 @@ def test_damaged_and_foreign_files_are_refused(
         Trace.load(path)
     assert message in str(error.value)
     assert str(path) in str(error.value)
+
+
+def test_what_a_gpu_has_lost_is_an_error_of_the_last_call() -> None:
+    recorder = Recorder()
+    with recorder.call("base", "dispatch") as first:
+        first.put(rows=torch.ones(2))
+    with recorder.call("base", "combine") as last:
+        last.put(rows=torch.ones(2))
+
+    def lost() -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    first.later.append(lost)
+    recorder.settle()
+    assert first.tensors == {}
+    assert first.error is None
+    assert last.tensors["rows"].tolist() == [1.0, 1.0]
+    assert last.error is not None
+    assert last.error["message"] == "CUDA error: device-side assert triggered"
