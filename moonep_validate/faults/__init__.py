@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from moonep_validate.case import CaseError, Spec
+from moonep_validate.cases.case import CaseError, Spec
 
 _MODULES = (
     "plan",

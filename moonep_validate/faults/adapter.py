@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moonep_validate.data.problem import Batch
 from moonep_validate.faults import Next, fault
-from moonep_validate.problem import Batch
 
 _NAMES = ("hidden", "weights", "ids", "counts")
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moonep_validate.data.k3 import SITU_BETA, SITU_LINEAR_BETA
 from moonep_validate.faults import Next, fault
-from moonep_validate.problem_routed import SITU_BETA, SITU_LINEAR_BETA
 
 
 @fault("route-weight-twice", on="experts", stage="experts", bugs="B01 B02 K01")

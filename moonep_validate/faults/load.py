@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from moonep_validate.case import Case
+from moonep_validate.cases.case import Case
 from moonep_validate.faults import Next, fault
 
 _Item = tuple[int, str, Tensor]

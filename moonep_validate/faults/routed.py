@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
+from moonep_validate.data.k3 import NORM_EPS, SCALING_FACTOR, SITU_BETA, SITU_LINEAR_BETA
 from moonep_validate.faults import Next, fault
-from moonep_validate.problem_routed import NORM_EPS, SCALING_FACTOR, SITU_BETA, SITU_LINEAR_BETA
 
 
 def _logits(hidden: Tensor, gate: Tensor) -> Tensor:

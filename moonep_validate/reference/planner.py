@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moonep_validate.contract import Layout
-from moonep_validate.oracle.plan import allocate, rank_quotas
+from moonep_validate.cases.layout import Layout
+from moonep_validate.judge.oracle.plan import allocate, rank_quotas
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moonep_validate.problem_routed import NORM_EPS, SCALING_FACTOR, SITU_BETA, SITU_LINEAR_BETA
+from moonep_validate.data.k3 import NORM_EPS, SCALING_FACTOR, SITU_BETA, SITU_LINEAR_BETA
 from moonep_validate.reference.experts import gated_mlp
 
 

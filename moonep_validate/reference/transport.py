@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moonep_validate.case import CaseError
-from moonep_validate.contract import Layout
+from moonep_validate.cases.case import CaseError
+from moonep_validate.cases.layout import Layout
 from moonep_validate.reference.copies import get, put
 from moonep_validate.reference.lane import Event, Lane
 from moonep_validate.reference.leases import Leases

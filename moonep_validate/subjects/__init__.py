@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from moonep_validate import __version__, experts
-from moonep_validate.case import Case
+from moonep_validate import __version__
+from moonep_validate.cases.case import Case
+from moonep_validate.judge.verdict import MODEL_STAGES, STAGES
 from moonep_validate.reference import moonep_a, moonep_b
-from moonep_validate.rig import Rig, Session
-from moonep_validate.scenarios import NEEDS_ENGINE
-from moonep_validate.subjects.adapter import detect_generation, import_module
-from moonep_validate.subjects.composed import ComposedSession
-from moonep_validate.subjects.routed import RoutedSession
-from moonep_validate.trace import Part
-from moonep_validate.verdict import MODEL_STAGES, STAGES
+from moonep_validate.scenarios.buffer import NEEDS_ENGINE
+from moonep_validate.scenarios.rig import Rig, Session
+from moonep_validate.subjects import experts
+from moonep_validate.subjects.buffer.adapter import detect_generation, import_module
+from moonep_validate.subjects.buffer.composed import ComposedSession
+from moonep_validate.subjects.buffer.k3 import RoutedSession
+from moonep_validate.trace.trace import Part
 
 
 @dataclass(frozen=True)

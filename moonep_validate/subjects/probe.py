@@ -12,10 +12,10 @@ import sys
 from dataclasses import asdict, replace
 from typing import Any
 
-from moonep_validate.case import CaseError
-from moonep_validate.provenance import provenance
-from moonep_validate.subjects.adapter import detect_generation, import_module
-from moonep_validate.trace import Part
+from moonep_validate.cases.case import CaseError
+from moonep_validate.subjects.buffer.adapter import detect_generation, import_module
+from moonep_validate.subjects.provenance import provenance
+from moonep_validate.trace.trace import Part
 
 SECONDS = 120
 _MARK = "moonep-validate-probe:"

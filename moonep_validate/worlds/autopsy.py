@@ -22,7 +22,8 @@ LINES = 20
 _OF_PEERS = ("CollectiveError", "PeerFailed", "Deadlock", "DistBackendError", "DistNetworkError")
 #: What gloo and NCCL say where a peer is gone.
 _PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-_SUITE = ("worker.py", "engine.py", "scenarios.py", "rig.py", "flight.py", "trace.py")
+#: Frames of ours that say nothing of where a rank is.
+_WRAPPERS = re.compile(r"moonep_validate/(pipeline|scenarios|trace|worlds/flight\.py)")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+),? in (\S+)')
 
 
@@ -110,7 +111,7 @@ class Rank:
     def at(self) -> str:
         """``file:line in function`` of its innermost frame that is no wrapper of ours, or empty."""
         frames = _FRAME.findall(self.stack or "")
-        chosen = [f for f in frames if PurePath(f[0]).name not in _SUITE and "importlib" not in f[0]] or frames
+        chosen = [f for f in frames if not _WRAPPERS.search(f[0]) and "importlib" not in f[0]] or frames
         return f"{PurePath(chosen[-1][0]).name}:{chosen[-1][1]} in {chosen[-1][2]}" if chosen else ""
 
     @property

@@ -108,7 +108,15 @@ class Pool:
         return next((answer for answer in answers if "error" in answer), answers[0])
 
     def _spawn(self, root: Path, address: str, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "moonep_validate.worker", address, str(rank), str(self.size), str(root)]
+        command = [
+            sys.executable,
+            "-m",
+            "moonep_validate.pipeline.worker",
+            address,
+            str(rank),
+            str(self.size),
+            str(root),
+        ]
         with (root / f"output{rank}").open("wb") as output:
             return subprocess.Popen(
                 command,
@@ -149,7 +157,7 @@ class Pool:
         """Send one job to every rank and collect the answers.
 
         Args:
-            job: what ``moonep_validate.worker`` reads.
+            job: what ``moonep_validate.pipeline.worker`` reads.
             deadline: seconds without any sign from any rank after which the case is over.
             reset: a request that cleans up where a rank raised but every rank answered; without it, or if a rank
                 does not answer it in time, the pool is closed then.

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from moonep_validate.case import CaseError
+from moonep_validate.cases.case import CaseError
 from moonep_validate.worlds.autopsy import GONE, Rank
 from moonep_validate.worlds.flight import Flight, Record, read, watch_torch
 from moonep_validate.worlds.place import Place

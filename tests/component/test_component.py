@@ -5,7 +5,7 @@ A consumer of the plugin like any user's own suite. Options: ``pytest --help``, 
 
 from __future__ import annotations
 
-from moonep_validate.verdict import Verdict
+from moonep_validate.judge.verdict import Verdict
 
 
 def test_case(moonep_verdict: Verdict) -> None:

@@ -19,18 +19,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from moonep_validate import experts
-from moonep_validate.case import Case
-from moonep_validate.engine import make_job, run_case
-from moonep_validate.experts import deepgemm, fp8
-from moonep_validate.experts.behaviour import behaviour
-from moonep_validate.experts.part import Experts, Unavailable
-from moonep_validate.experts.permute import row_groups, tile
-from moonep_validate.hashing import hashed, normal, unit
-from moonep_validate.oracle.activation import SILU
-from moonep_validate.oracle.dense import pieces
-from moonep_validate.oracle.judge import judge_rows
+from moonep_validate.cases.case import Case
+from moonep_validate.cases.hashing import hashed, normal, unit
+from moonep_validate.judge.oracle.activation import SILU
+from moonep_validate.judge.oracle.dense import pieces
+from moonep_validate.judge.oracle.judge import judge_rows
+from moonep_validate.pipeline.engine import make_job, run_case
 from moonep_validate.reference.experts import swiglu
+from moonep_validate.subjects import experts
+from moonep_validate.subjects.experts import deepgemm, fp8
+from moonep_validate.subjects.experts.behaviour import behaviour
+from moonep_validate.subjects.experts.part import Experts, Unavailable
+from moonep_validate.subjects.experts.permute import row_groups, tile
 
 pytestmark = [
     pytest.mark.gpu,

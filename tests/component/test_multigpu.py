@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
-from moonep_validate.case import Case
-from moonep_validate.engine import make_job, run_case, select_cases
-from moonep_validate.profiles import profile
+from moonep_validate.cases.case import Case
+from moonep_validate.cases.profiles import profile
+from moonep_validate.pipeline.engine import make_job, run_case, select_cases
 
 JOB = make_job(world="processes", device="cuda", deadline=60.0)
 CASES = select_cases(JOB, profile("multigpu"), None)

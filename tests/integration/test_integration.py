@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from moonep_validate.verdict import Verdict
+from moonep_validate.judge.verdict import Verdict
 
 
 def test_case(moonep_verdict: Verdict) -> None:

@@ -15,19 +15,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from moonep_validate.case import Case
-from moonep_validate.oracle import routed as oracle
-from moonep_validate.oracle.activation import SITU
-from moonep_validate.oracle.bounds import rounding_variance, within
-from moonep_validate.problem import batch
-from moonep_validate.problem_routed import (
+from moonep_validate.cases.case import Case
+from moonep_validate.data.k3 import (
     SCALING_FACTOR,
     SITU_BETA,
     SITU_LINEAR_BETA,
     model_hidden,
     model_weights,
 )
-from moonep_validate.subjects.sglang import _declare_torchvision
+from moonep_validate.data.problem import batch
+from moonep_validate.judge.oracle import routed as oracle
+from moonep_validate.judge.oracle.activation import SITU
+from moonep_validate.judge.oracle.bounds import rounding_variance, within
+from moonep_validate.subjects.engines.sglang import _declare_torchvision
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # engines warn at import; that is not what is judged here
 

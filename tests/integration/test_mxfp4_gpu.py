@@ -25,17 +25,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from moonep_validate.experts import deepgemm
+from moonep_validate.cases.hashing import hashed, normal, unit
 from moonep_validate.formats import identity, layouts, mxfp4
 from moonep_validate.formats.kimi_k3 import ROLES, Geometry, Source
 from moonep_validate.formats.layouts import Order
 from moonep_validate.formats.loaded import Loaded, Shard, due
-from moonep_validate.hashing import hashed, normal, unit
-from moonep_validate.oracle.activation import SILU, SITU, Activation
-from moonep_validate.oracle.bounds import SIGMAS
-from moonep_validate.oracle.dense import dense_layer
-from moonep_validate.subjects.vllm import Vllm
-from moonep_validate.subjects.vllm_probes import _HF_CONFIG
+from moonep_validate.judge.oracle.activation import SILU, SITU, Activation
+from moonep_validate.judge.oracle.bounds import SIGMAS
+from moonep_validate.judge.oracle.dense import dense_layer
+from moonep_validate.subjects.engines.vllm import Vllm
+from moonep_validate.subjects.engines.vllm_probes import _HF_CONFIG
+from moonep_validate.subjects.experts import deepgemm
 
 pytestmark = [
     pytest.mark.gpu,

@@ -28,8 +28,8 @@ from moonep_validate.formats.kimi_k3 import ROLES, Geometry, Source
 from moonep_validate.formats.layouts import Order, Packed
 from moonep_validate.formats.loaded import Loaded, Shard, compare, due
 from moonep_validate.formats.oracles import all_pairs
-from moonep_validate.subjects.sglang import _declare_torchvision
-from moonep_validate.subjects.vllm_probes import _HF_CONFIG
+from moonep_validate.subjects.engines.sglang import _declare_torchvision
+from moonep_validate.subjects.engines.vllm_probes import _HF_CONFIG
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # engines warn at import; that is not what is judged here
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from moonep_validate.case import Case
-from moonep_validate.engine import Job, record
-from moonep_validate.trace import Trace
+from moonep_validate.cases.case import Case
+from moonep_validate.pipeline.engine import Job, record
+from moonep_validate.trace.trace import Trace
 
 #: Uses slots, padding, duplicates; sizes neither square nor round.
 CASE = Case.parse("genB+R4+E12+K3+S7+H24+I20+pad5+hot:1+@slot_used+@duplicate+@padding")
@@ -38,7 +38,7 @@ def cli(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
     """Call the command line in this process: (exit code, stdout, stderr)."""
-    from moonep_validate.cli import main
+    from moonep_validate.doors.cli.main import main
 
     def call(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["moonep-validate", *arguments])

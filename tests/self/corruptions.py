@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moonep_validate.case import Case
-from moonep_validate.engine import judge
-from moonep_validate.facts import Step
-from moonep_validate.trace import Call, Relation, Trace
-from moonep_validate.verdict import Result, Verdict
+from moonep_validate.cases.case import Case
+from moonep_validate.judge.facts import Step
+from moonep_validate.judge.verdict import Result, Verdict
+from moonep_validate.pipeline.engine import judge
+from moonep_validate.trace.trace import Call, Relation, Trace
 from tests.self.conftest import CASE
 
 SIZES = "R4+E12+K3+S7+H24+I20+pad5"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from moonep_validate.case import Case
-from moonep_validate.trace import Trace
+from moonep_validate.cases.case import Case
+from moonep_validate.trace.trace import Trace
 from tests.self.corruptions import Corruption, call, info, tensor
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moonep_validate.case import Case
+from moonep_validate.cases.case import Case
 from tests.self.corruptions import SIZES, Corruption, put
 
 METAMORPHIC = Case.parse(f"genB+{SIZES}+hot:1+metamorphic")

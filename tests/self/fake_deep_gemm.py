@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moonep_validate.experts import deepgemm, fp8
-from moonep_validate.experts.part import Activation
-from moonep_validate.experts.permute import Tiles, row_groups, tile
 from moonep_validate.reference.experts import swiglu
+from moonep_validate.subjects.experts import deepgemm, fp8
+from moonep_validate.subjects.experts.part import Activation
+from moonep_validate.subjects.experts.permute import Tiles, row_groups, tile
 
 __version__ = "0.0-fake"
 __moonep_origin__ = "stand-in"

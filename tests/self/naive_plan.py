@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moonep_validate.contract import Layout
+from moonep_validate.cases.layout import Layout
 
 
 def naive_plan(topk: Any, layout: Layout) -> dict[str, Any]:

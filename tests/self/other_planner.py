@@ -30,15 +30,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moonep_validate.contract import Bools, Int32s, Ints, Layout
-from moonep_validate.oracle.plan import Plan, mark_duplicates, rank_quotas
+from moonep_validate.cases.layout import Bools, Int32s, Ints, Layout
+from moonep_validate.judge.oracle.plan import Plan, mark_duplicates, rank_quotas
+from moonep_validate.judge.verdict import STAGES
 from moonep_validate.reference import moonep_b
 from moonep_validate.reference.transport import MoonEPCommPlan
-from moonep_validate.rig import Rig
+from moonep_validate.scenarios.rig import Rig
 from moonep_validate.subjects import Subject
-from moonep_validate.subjects.composed import ComposedSession
-from moonep_validate.trace import Part
-from moonep_validate.verdict import STAGES
+from moonep_validate.subjects.buffer.composed import ComposedSession
+from moonep_validate.trace.trace import Part
 
 Quotas = Callable[[Ints, Layout], Ints]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from moonep_validate.case import Case
-from moonep_validate.engine import Job, add_part, judge, open_trace
-from moonep_validate.worker import record_rank
+from moonep_validate.cases.case import Case
+from moonep_validate.pipeline.engine import Job, add_part, judge, open_trace
+from moonep_validate.pipeline.worker import record_rank
 from moonep_validate.worlds.dist import DistComm
 from moonep_validate.worlds.flight import Flight, Logged
 

@@ -1,4 +1,4 @@
-"""Generated cases for tests: the strategy of ``moonep_validate.search``, always the same draws."""
+"""Generated cases for tests: the strategy of ``moonep_validate.studies.search``, always the same draws."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from moonep_validate.case import Case
-from moonep_validate.search import case_strategy
+from moonep_validate.cases.case import Case
+from moonep_validate.studies.search import case_strategy
 
 
 def for_each_case(

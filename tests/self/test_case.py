@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonep_validate.case import VOCABULARY, Case, CaseError, Spec
+from moonep_validate.cases.case import VOCABULARY, Case, CaseError, Spec
 
 SMALL = "genB+R4+E8+K2+S9"
 
@@ -116,10 +116,10 @@ def test_portable_means_real_hardware_accepts_it() -> None:
 
 
 def test_vocabulary_has_exactly_what_is_implemented() -> None:
-    from moonep_validate.problem import _HIDDEN
-    from moonep_validate.routing import _GENERATORS
-    from moonep_validate.scenarios import SCENARIOS
-    from moonep_validate.witnesses import WITNESSES
+    from moonep_validate.data.problem import _HIDDEN
+    from moonep_validate.data.routing import _GENERATORS
+    from moonep_validate.judge.witnesses import WITNESSES
+    from moonep_validate.scenarios.buffer import SCENARIOS
 
     implemented: dict[str, Iterable[str]] = {
         "routing": _GENERATORS,

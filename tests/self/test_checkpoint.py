@@ -14,10 +14,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moonep_validate import checkpoint
-from moonep_validate.checkpoint import CheckpointError, Finding, inspect, read_config
 from moonep_validate.formats import FormatError, identity
 from moonep_validate.formats.kimi_k3 import ExpertTensor, Geometry, write_checkpoint
+from moonep_validate.tools import checkpoint
+from moonep_validate.tools.checkpoint import CheckpointError, Finding, inspect, read_config
 
 Cli = Callable[..., tuple[int, str, str]]
 GEOMETRY = Geometry().scaled(16, hidden=64, num_experts=12, top_k=3, moe_layers=2, shared_experts=0)

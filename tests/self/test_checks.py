@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from moonep_validate.checks import CHECKS, Compared
-from moonep_validate.checks.relations import PROMISES
-from moonep_validate.engine import judge
-from moonep_validate.facts import Step
-from moonep_validate.trace import Part, Trace
+from moonep_validate.judge.checks import CHECKS, Compared
+from moonep_validate.judge.checks.relations import PROMISES
+from moonep_validate.judge.facts import Step
+from moonep_validate.pipeline.engine import judge
+from moonep_validate.trace.trace import Part, Trace
 from tests.self.corruptions import CORRUPTIONS, EQUAL_LOADS, Corruption, call, moved_without_need, results, tensor
 from tests.self.corruptions_experts import EXPERTS
 from tests.self.corruptions_moved import MOVED

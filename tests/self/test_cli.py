@@ -231,8 +231,8 @@ def test_plan_refuses_bad_lines_by_number(cli: Cli, tmp_path: Path, line: str, m
 def test_bench_prints_ratios_and_says_what_it_could_not_run(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from moonep_validate import bench
-    from moonep_validate.case import Case
+    from moonep_validate.cases.case import Case
+    from moonep_validate.studies import bench
 
     monkeypatch.setattr(bench, "_LARGE", Case.parse("genB+R4+E16+K4+S4096+pad128+zipf:1.0"))
     monkeypatch.setattr(bench, "_SMALL", Case.parse("genB+R2+E4+K2+S3+H8+I8"))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moonep_validate.case import Case
-from moonep_validate.hashing import below, hashed, normal, unit
-from moonep_validate.oracle.dense import dense_layer
-from moonep_validate.problem import PROJECTIONS, batch, expert_weights
+from moonep_validate.cases.case import Case
+from moonep_validate.cases.hashing import below, hashed, normal, unit
+from moonep_validate.data.problem import PROJECTIONS, batch, expert_weights
+from moonep_validate.data.routing import topk_ids
+from moonep_validate.judge.oracle.dense import dense_layer
 from moonep_validate.reference.experts import grouped_experts
-from moonep_validate.routing import topk_ids
 
 BASE = Case.parse("genB+R4+E24+K5+S41+H40+I56")
 

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moonep_validate import experts
-from moonep_validate.case import Case
-from moonep_validate.engine import make_job, run_case
-from moonep_validate.experts import deepgemm, fp8
-from moonep_validate.experts.behaviour import behaviour
-from moonep_validate.experts.part import Unavailable
-from moonep_validate.hashing import hashed, normal
-from moonep_validate.oracle.bounds import block_variance
-from moonep_validate.oracle.dense import grouped_rows
+from moonep_validate.cases.case import Case
+from moonep_validate.cases.hashing import hashed, normal
+from moonep_validate.judge.oracle.bounds import block_variance
+from moonep_validate.judge.oracle.dense import grouped_rows
+from moonep_validate.judge.verdict import Verdict
+from moonep_validate.pipeline.engine import make_job, run_case
 from moonep_validate.reference.experts import swiglu
-from moonep_validate.verdict import Verdict
+from moonep_validate.subjects import experts
+from moonep_validate.subjects.experts import deepgemm, fp8
+from moonep_validate.subjects.experts.behaviour import behaviour
+from moonep_validate.subjects.experts.part import Unavailable
 from tests.self import fake_deep_gemm as fake
 
 FAKE = "tests.self.fake_deep_gemm"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from moonep_validate.case import Case
-from moonep_validate.checks import CHECKS
-from moonep_validate.checks.relations import PROMISES
+from moonep_validate.cases.case import Case
 from moonep_validate.faults import FAULTS
-from moonep_validate.verdict import EXIT_CODES
+from moonep_validate.judge.checks import CHECKS
+from moonep_validate.judge.checks.relations import PROMISES
+from moonep_validate.judge.verdict import EXIT_CODES
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

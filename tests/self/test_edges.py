@@ -9,10 +9,10 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from moonep_validate.case import Case
-from moonep_validate.contract import Ints, Layout
-from moonep_validate.oracle.edges import fullest, largest_end, slots_needed, ties, to_table, worst_padding
-from moonep_validate.oracle.plan import Plan, allocate, make_plan, rank_quotas
+from moonep_validate.cases.case import Case
+from moonep_validate.cases.layout import Ints, Layout
+from moonep_validate.judge.oracle.edges import fullest, largest_end, slots_needed, ties, to_table, worst_padding
+from moonep_validate.judge.oracle.plan import Plan, allocate, make_plan, rank_quotas
 from tests.self.naive_plan import naive_plan
 
 # (R, E, K, S) with E**(R*S*K) at most 20,000 routings.

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from moonep_validate.case import Case, CaseError
-from moonep_validate.engine import Job, make_job, run_case
+from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.faults import FAULTS, parse_fault
-from moonep_validate.verdict import Verdict
+from moonep_validate.judge.verdict import Verdict
+from moonep_validate.pipeline.engine import Job, make_job, run_case
 from moonep_validate.worlds import processes
 from tests.self.conftest import CASE
 

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from moonep_validate.case import Case, CaseError
-from moonep_validate.engine import Job, make_job, run_case, unmet
-from moonep_validate.subjects import engines
-from moonep_validate.trace import Part, Trace
-from moonep_validate.verdict import Verdict
+from moonep_validate.cases.case import Case, CaseError
+from moonep_validate.judge.verdict import Verdict
+from moonep_validate.pipeline.engine import Job, make_job, run_case, unmet
+from moonep_validate.subjects.engines import start as engines
+from moonep_validate.trace.trace import Part, Trace
 from moonep_validate.worlds import processes
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -109,7 +109,7 @@ def test_an_honest_engine_passes(words: str) -> None:
 
 
 def test_every_scenario_for_engines_is_tried() -> None:
-    from moonep_validate.scenarios import NEEDS_BUFFER, SCENARIOS
+    from moonep_validate.scenarios.buffer import NEEDS_BUFFER, SCENARIOS
 
     tried = {Case.parse(f"{SIZES}+{words}").scenario.name for words in HONEST}
     assert tried == set(SCENARIOS) - set(NEEDS_BUFFER)

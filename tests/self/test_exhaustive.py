@@ -36,15 +36,15 @@ import numpy as np
 import pytest
 import torch
 
-from moonep_validate.case import Case, Spec
-from moonep_validate.checks import CHECKS, run_check
-from moonep_validate.contract import Bools, Ints, Layout
-from moonep_validate.engine import Job, run_case
-from moonep_validate.facts import Step
-from moonep_validate.oracle.plan import Plan, make_plan
+from moonep_validate.cases.case import Case, Spec
+from moonep_validate.cases.layout import Bools, Ints, Layout
+from moonep_validate.judge.checks import CHECKS, run_check
+from moonep_validate.judge.facts import Step
+from moonep_validate.judge.oracle.plan import Plan, make_plan
+from moonep_validate.pipeline.engine import Job, run_case
 from moonep_validate.reference.planner import plan_rank
 from moonep_validate.reference.transport import Transport
-from moonep_validate.trace import Call, Part, Trace
+from moonep_validate.trace.trace import Call, Part, Trace
 from tests.self.naive_plan import naive_plan
 
 SMALL, MEDIUM, LARGE = 256, 1296, 65_536

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from moonep_validate import experts
-from moonep_validate.case import Case, CaseError
-from moonep_validate.engine import Job, judge, make_job, record, run_case, unmet
-from moonep_validate.experts import torch_grouped
-from moonep_validate.experts.part import Unavailable
+from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.faults import parse_fault
-from moonep_validate.trace import Part
-from moonep_validate.verdict import Verdict
+from moonep_validate.judge.verdict import Verdict
+from moonep_validate.pipeline.engine import Job, judge, make_job, record, run_case, unmet
+from moonep_validate.subjects import experts
+from moonep_validate.subjects.experts import torch_grouped
+from moonep_validate.subjects.experts.part import Unavailable
+from moonep_validate.trace.trace import Part
 from tests.self import fake_deep_gemm as fake
 
 FAKE = "tests.self.fake_deep_gemm"

@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from moonep_validate.case import Case, CaseError
-from moonep_validate.engine import Job, run_case
+from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.faults import FAULTS, parse_fault
 from moonep_validate.faults.packed import _ELSEWHERE
 from moonep_validate.formats.faults import BYTE_FAULTS
-from moonep_validate.shrink import shrink
+from moonep_validate.pipeline.engine import Job, run_case
+from moonep_validate.studies.shrink import shrink
 from tests.self.conftest import CASE
 
 PLAIN = "R4+E12+K3+S7+H24+I20+pad5+hot:1"

@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from moonep_validate.case import Case
-from moonep_validate.engine import Job, run_case
-from moonep_validate.shrink import shrink
-from moonep_validate.verdict import Verdict
+from moonep_validate.cases.case import Case
+from moonep_validate.judge.verdict import Verdict
+from moonep_validate.pipeline.engine import Job, run_case
+from moonep_validate.studies.shrink import shrink
 from tests.self.strategies import for_each_case
 
 FAST, WHOLE = 120, 1000

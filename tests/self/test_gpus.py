@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moonep_validate import gpus
-from moonep_validate.gpus import PRETEND, VISIBLE, TooFewGpus, leased, visible
+from moonep_validate.worlds import gpus
+from moonep_validate.worlds.gpus import PRETEND, VISIBLE, TooFewGpus, leased, visible
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from moonep_validate.case import Case
-from moonep_validate.engine import Job, make_job, run_case
-from moonep_validate.trace import Trace
+from moonep_validate.cases.case import Case
+from moonep_validate.pipeline.engine import Job, make_job, run_case
+from moonep_validate.trace.trace import Trace
 from moonep_validate.worlds import flight, processes
 from moonep_validate.worlds.autopsy import Rank, autopsy, diagnosis
 from moonep_validate.worlds.flight import Flight, Record, phases, read

@@ -11,12 +11,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moonep_validate.case import Case
-from moonep_validate.contract import Layout
-from moonep_validate.engine import Job, judge, run_case
-from moonep_validate.oracle.plan import make_plan
-from moonep_validate.trace import Trace
-from moonep_validate.verdict import Verdict
+from moonep_validate.cases.case import Case
+from moonep_validate.cases.layout import Layout
+from moonep_validate.judge.oracle.plan import make_plan
+from moonep_validate.judge.verdict import Verdict
+from moonep_validate.pipeline.engine import Job, judge, run_case
+from moonep_validate.trace.trace import Trace
 from tests.self.other_planner import (
     FEWEST_MOVES,
     OTHER,
@@ -74,7 +74,7 @@ UNEVEN = "genB+R4+E12+K2+S3+H24+I20+pad5+table:" + ",".join(
 def run(
     monkeypatch: pytest.MonkeyPatch, line: str, policy: Policy, promises: str = "legal"
 ) -> tuple[Trace, Verdict]:
-    monkeypatch.setattr("moonep_validate.engine.REFERENCE", other_subject(policy, promises))
+    monkeypatch.setattr("moonep_validate.pipeline.engine.REFERENCE", other_subject(policy, promises))
     return run_case(Job(), Case.parse(line))
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from moonep_validate.case import Case
-from moonep_validate.engine import Job, judge, record
-from moonep_validate.subjects.keywords import passed_keywords
+from moonep_validate.cases.case import Case
+from moonep_validate.pipeline.engine import Job, judge, record
+from moonep_validate.subjects.engines.keywords import passed_keywords
 
 
 def test_padding_on_expert_0_is_compared_with_padding_that_stays_at_home() -> None:

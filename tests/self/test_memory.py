@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from moonep_validate.case import CaseError
-from moonep_validate.contract import Layout
+from moonep_validate.cases.case import CaseError
+from moonep_validate.cases.layout import Layout
 from moonep_validate.formats.kimi_k3 import Geometry
-from moonep_validate.memory import GIB, gpu_bytes, hidden_bytes, local_bytes, meta_bytes, plan, plan_bytes
+from moonep_validate.tools.memory import GIB, gpu_bytes, hidden_bytes, local_bytes, meta_bytes, plan, plan_bytes
 
 Cli = Callable[..., tuple[int, str, str]]
 K3 = Geometry()

@@ -8,13 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moonep_validate.case import Case, CaseError
-from moonep_validate.checks.relations import PROMISES
-from moonep_validate.engine import Job, judge, record, run_case
-from moonep_validate.faults import parse_fault
-from moonep_validate.problem import PROJECTIONS, batch, expert_weights
-from moonep_validate.trace import Relation, Trace
-from moonep_validate.transforms import (
+from moonep_validate.cases.case import Case, CaseError
+from moonep_validate.data.problem import PROJECTIONS, batch, expert_weights
+from moonep_validate.data.transforms import (
     NOWHERE,
     Weights,
     every_other,
@@ -32,7 +28,11 @@ from moonep_validate.transforms import (
     taken,
     transformed_weights,
 )
-from moonep_validate.verdict import Result
+from moonep_validate.faults import parse_fault
+from moonep_validate.judge.checks.relations import PROMISES
+from moonep_validate.judge.verdict import Result
+from moonep_validate.pipeline.engine import Job, judge, record, run_case
+from moonep_validate.trace.trace import Relation, Trace
 
 SIZES = "R4+E12+K3+S7+H24+I20+pad5"
 METAMORPHIC = Case.parse(f"genB+{SIZES}+hot:1+metamorphic")

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from moonep_validate.case import Case, CaseError
-from moonep_validate.engine import Job, make_job, record, run_case
-from moonep_validate.subjects.adapter import detect_generation
-from moonep_validate.verdict import Verdict
+from moonep_validate.cases.case import Case, CaseError
+from moonep_validate.judge.verdict import Verdict
+from moonep_validate.pipeline.engine import Job, make_job, record, run_case
+from moonep_validate.subjects.buffer.adapter import detect_generation
 from moonep_validate.worlds import processes
 
 CASE = Case.parse("genB+R2+E8+K2+S5+pad4+hot:1+@slot_used")

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from moonep_validate import mutate as mutation
-from moonep_validate.case import Case, CaseError
-from moonep_validate.checks import CHECKS, Compared
-from moonep_validate.engine import Job
-from moonep_validate.facts import Step
+from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.faults import FAULTS
-from moonep_validate.mutate import MOST_CASES, Matrix, Outcome, case_list, chosen, try_fault
-from moonep_validate.verdict import STAGES
+from moonep_validate.judge.checks import CHECKS, Compared
+from moonep_validate.judge.facts import Step
+from moonep_validate.judge.verdict import STAGES
+from moonep_validate.pipeline.engine import Job
+from moonep_validate.studies import mutate as mutation
+from moonep_validate.studies.mutate import MOST_CASES, Matrix, Outcome, case_list, chosen, try_fault
 
 Cli = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[2]

@@ -6,13 +6,13 @@ from itertools import islice
 
 import pytest
 
-from moonep_validate import nulls
-from moonep_validate.case import Case, CaseError
-from moonep_validate.engine import Job, run_case
+from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.faults import parse_fault
-from moonep_validate.nulls import BUDGET, NullResult, null_cases, null_runs, upper_bound
-from moonep_validate.oracle import bounds
-from moonep_validate.verdict import Verdict
+from moonep_validate.judge.oracle import bounds
+from moonep_validate.judge.verdict import Verdict
+from moonep_validate.pipeline.engine import Job, run_case
+from moonep_validate.studies import nulls
+from moonep_validate.studies.nulls import BUDGET, NullResult, null_cases, null_runs, upper_bound
 
 
 def test_the_reference_raises_no_alarm() -> None:

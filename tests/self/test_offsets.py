@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from moonep_validate.case import Case
-from moonep_validate.engine import Job, run_case
-from moonep_validate.experts.offsets import Offset, offsets, wide
+from moonep_validate.cases.case import Case
+from moonep_validate.judge.oracle.offsets import Offset, offsets, wide
+from moonep_validate.pipeline.engine import Job, run_case
 
 K3 = Case.parse("genB+R8+E896+K16+S4096+H3584+I3072+pad128")
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from moonep_validate.oracle.bounds import rounding_variance, within
-from moonep_validate.oracle.combine import combined
-from moonep_validate.oracle.dense import dense_layer, expert_rows
+from moonep_validate.judge.oracle.bounds import rounding_variance, within
+from moonep_validate.judge.oracle.combine import combined
+from moonep_validate.judge.oracle.dense import dense_layer, expert_rows
 
 
 def test_rounding_variance_is_that_of_bf16() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moonep_validate.hashing import hashed, normal
-from moonep_validate.oracle.dense import CHUNK, grouped_rows, pieces
-from moonep_validate.oracle.judge import judge_rows, sigmas
+from moonep_validate.cases.hashing import hashed, normal
+from moonep_validate.judge.oracle.dense import CHUNK, grouped_rows, pieces
+from moonep_validate.judge.oracle.judge import judge_rows, sigmas
 from moonep_validate.reference.experts import grouped_experts
 
 
@@ -17,7 +17,7 @@ def test_the_oracle_is_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> No
     weights = [torch.arange(96).view(3, 4, 8) / 50, torch.arange(96).view(3, 4, 8) / 70, torch.ones(3, 8, 4)]
     whole = grouped_rows(x, group, weights, factor, exact=False)
     assert CHUNK > 2
-    monkeypatch.setattr("moonep_validate.oracle.dense.CHUNK", 2)
+    monkeypatch.setattr("moonep_validate.judge.oracle.dense.CHUNK", 2)
     assert [(index, rows.tolist()) for index, rows in pieces(group)] == [
         (0, [1, 4]),
         (2, [0, 2]),
@@ -35,7 +35,7 @@ def test_rough_variances_of_a_gpu_are_above_the_exact_ones_and_near(monkeypatch:
     for rounds in ((), ("fp8_inputs", "fp8_weights"), ("silu", "route_weight", "weighted_activation")):
         exact = grouped_rows(x, torch.zeros(9).long(), weights, factor, exact=False, rounds=rounds)
         with monkeypatch.context() as patch:
-            patch.setattr("moonep_validate.oracle.dense._rough", lambda device: torch.float32)
+            patch.setattr("moonep_validate.judge.oracle.dense._rough", lambda device: torch.float32)
             rough = grouped_rows(x, torch.zeros(9).long(), weights, factor, exact=False, rounds=rounds)
         assert torch.equal(exact[0], rough[0])
         ratio = rough[1] / exact[1]
@@ -50,7 +50,7 @@ def test_more_elements_may_be_farther_off() -> None:
 
 def test_streaming_judgement_agrees_with_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Right rows pass, one wrong element is found in its row and group, NaN is never right, rows of none are left out."""
-    monkeypatch.setattr("moonep_validate.oracle.dense.CHUNK", 3)
+    monkeypatch.setattr("moonep_validate.judge.oracle.dense.CHUNK", 3)
     group = torch.tensor([2, 0, -1, 2, 0, 2, 2, 2])
     x = (torch.arange(256).view(8, 32) / 90).bfloat16()
     weights = [((torch.arange(n).view(shape) % 23 - 11) / 20).bfloat16() for n, shape in ((1536, (3, 16, 32)), (1536, (3, 16, 32)), (1536, (3, 32, 16)))]  # fmt: skip

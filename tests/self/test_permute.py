@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonep_validate.experts.permute import PermuteError, Tiles, misaligned, row_groups, tile
+from moonep_validate.subjects.experts.permute import PermuteError, Tiles, misaligned, row_groups, tile
 
 
 def ends_of(lengths: list[int], pad: int) -> torch.Tensor:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from moonep_validate.contract import Layout
-from moonep_validate.oracle.plan import make_plan
+from moonep_validate.cases.layout import Layout
+from moonep_validate.judge.oracle.plan import make_plan
 from moonep_validate.reference.planner import plan_rank
 from tests.self.naive_plan import naive_plan
 

@@ -75,5 +75,5 @@ def test_junit_properties_carry_level_and_command(consumer: pytest.Pytester) -> 
 
 
 def test_plugin_loads_without_torch() -> None:
-    code = "import sys, moonep_validate.plugin; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    code = "import sys, moonep_validate.doors.plugin; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from moonep_validate.case import VOCABULARY, Case, CaseError
-from moonep_validate.checks import CHECKS
-from moonep_validate.checks.relations import PROMISES
-from moonep_validate.engine import Job, record, run_case
+from moonep_validate.cases.case import VOCABULARY, Case, CaseError
+from moonep_validate.cases.profiles import PROFILES, for_generations, profile
 from moonep_validate.faults import parse_fault
-from moonep_validate.mutate import case_list
-from moonep_validate.profiles import PROFILES, for_generations, profile
-from moonep_validate.rig import Rig
-from moonep_validate.scenarios import SCENARIOS
-from moonep_validate.trace import Part
-from moonep_validate.witnesses import WITNESSES
+from moonep_validate.judge.checks import CHECKS
+from moonep_validate.judge.checks.relations import PROMISES
+from moonep_validate.judge.witnesses import WITNESSES
+from moonep_validate.pipeline.engine import Job, record, run_case
+from moonep_validate.scenarios.buffer import SCENARIOS
+from moonep_validate.scenarios.rig import Rig
+from moonep_validate.studies.mutate import case_list
+from moonep_validate.trace.trace import Part
 
 #: A case in which the event cannot occur.
 WITHOUT = {

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moonep_validate.case import Case
-from moonep_validate.engine import Job, run_case
-from moonep_validate.problem import Batch, batch
+from moonep_validate.cases.case import Case
+from moonep_validate.data.problem import Batch, batch
+from moonep_validate.pipeline.engine import Job, run_case
 from moonep_validate.reference import moonep_a, moonep_b
 from moonep_validate.worlds import threads
 from moonep_validate.worlds.comm import Comm

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moonep_validate.case import Case
-from moonep_validate.contract import local_first_rows
-from moonep_validate.engine import Job, run_case
-from moonep_validate.subjects.adapter import Slots
+from moonep_validate.cases.case import Case
+from moonep_validate.cases.layout import local_first_rows
+from moonep_validate.pipeline.engine import Job, run_case
+from moonep_validate.subjects.buffer.adapter import Slots
 
 CASE = Case.parse("genA+R3+E6+K2+S3")
 

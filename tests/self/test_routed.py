@@ -7,19 +7,19 @@ import math
 import pytest
 import torch
 
-from moonep_validate.case import Case, CaseError
-from moonep_validate.engine import Job, record, run_case
-from moonep_validate.facts import Step
-from moonep_validate.oracle import routed as oracle
-from moonep_validate.oracle.activation import SILU, SITU
-from moonep_validate.problem import batch
-from moonep_validate.problem_routed import NORM_EPS, SCALING_FACTOR, model_hidden, model_weights, model_width
+from moonep_validate.cases.case import Case, CaseError
+from moonep_validate.data.k3 import NORM_EPS, SCALING_FACTOR, model_hidden, model_weights, model_width
+from moonep_validate.data.problem import batch
+from moonep_validate.data.routing import topk_ids
+from moonep_validate.doors.repro import standalone
+from moonep_validate.judge.facts import Step
+from moonep_validate.judge.oracle import routed as oracle
+from moonep_validate.judge.oracle.activation import SILU, SITU
+from moonep_validate.judge.verdict import MODEL_STAGES
+from moonep_validate.pipeline.engine import Job, record, run_case
 from moonep_validate.reference import routed
-from moonep_validate.repro import standalone
-from moonep_validate.routing import topk_ids
 from moonep_validate.subjects import REFERENCE, module_subject
-from moonep_validate.trace import Part
-from moonep_validate.verdict import MODEL_STAGES
+from moonep_validate.trace.trace import Part
 
 SIZES = "genB+R4+E12+K3+S7+H24+I20+pad5+fill:real+k3"
 CASE = Case.parse(f"{SIZES}+zipf:1.0")

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from moonep_validate import routing
-from moonep_validate.case import Case, CaseError
-from moonep_validate.contract import Ints, Layout
-from moonep_validate.oracle.plan import Plan, make_plan
-from moonep_validate.routing import topk_ids
+from moonep_validate.cases.case import Case, CaseError
+from moonep_validate.cases.layout import Ints, Layout
+from moonep_validate.data import routing
+from moonep_validate.data.routing import topk_ids
+from moonep_validate.judge.oracle.plan import Plan, make_plan
 
 GEOMETRIES = (
     "genB+R4+E8+K2+S9",

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from moonep_validate.case import Case, CaseError
-from moonep_validate.engine import make_job, run_case
-from moonep_validate.races import cases, races
-from moonep_validate.schedule import OPS, Flight, flights, interleaving
+from moonep_validate.cases.case import Case, CaseError
+from moonep_validate.pipeline.engine import make_job, run_case
+from moonep_validate.scenarios.schedule import OPS, Flight, flights, interleaving
+from moonep_validate.studies.races import cases, races
 from moonep_validate.worlds import threads
 from moonep_validate.worlds.comm import Comm, barrier
 

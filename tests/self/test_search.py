@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from moonep_validate.case import VOCABULARY, Case, CaseError, Spec
-from moonep_validate.engine import Job, run_case
+from moonep_validate.cases.case import VOCABULARY, Case, CaseError, Spec
 from moonep_validate.faults import parse_fault
-from moonep_validate.search import SCENARIOS, case_strategy, lines, search, stress
-from moonep_validate.trace import Part
-from moonep_validate.verdict import Result, Verdict
+from moonep_validate.judge.verdict import Result, Verdict
+from moonep_validate.pipeline.engine import Job, run_case
+from moonep_validate.studies.search import SCENARIOS, case_strategy, lines, search, stress
+from moonep_validate.trace.trace import Part
 from tests.self.strategies import for_each_case
 
 SMALL = Case.parse("genB+R2+E4+K2+S3+H8+I8+pad1")
@@ -151,7 +151,7 @@ def test_same_seed_draws_the_same_first_cases(monkeypatch: pytest.MonkeyPatch) -
             return invented("passed")(case)
 
         # A clock on which each case takes one second.
-        monkeypatch.setattr("moonep_validate.search.time", SimpleNamespace(monotonic=lambda: len(seen)))
+        monkeypatch.setattr("moonep_validate.studies.search.time", SimpleNamespace(monotonic=lambda: len(seen)))
         assert search(judge, seconds=60, seed=seed).tried == 60
         return seen
 

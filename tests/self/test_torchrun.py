@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from moonep_validate.case import CaseError
+from moonep_validate.cases.case import CaseError
 from moonep_validate.worlds.place import place
 
 SIZES = "genB+R2+E4+K2+S3+H8+I8"

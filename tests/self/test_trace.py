@@ -9,9 +9,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from moonep_validate.engine import Job, judge, record
 from moonep_validate.faults import parse_fault
-from moonep_validate.trace import Call, Recorder, Trace, TraceError
+from moonep_validate.pipeline.engine import Job, judge, record
+from moonep_validate.trace.trace import Call, Recorder, Trace, TraceError
 from tests.self.conftest import CASE
 
 

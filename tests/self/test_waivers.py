@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from moonep_validate.case import Case, CaseError
-from moonep_validate.checks import CHECKS
-from moonep_validate.checks.relations import PROMISES
-from moonep_validate.report.summary import Summary
-from moonep_validate.trace import Part
-from moonep_validate.verdict import EXIT_CODES, STAGES, Finding, Result, Verdict
-from moonep_validate.waivers import SHIPPED, Waiver, read_waivers, waive
+from moonep_validate.cases.case import Case, CaseError
+from moonep_validate.doors.report.summary import Summary
+from moonep_validate.judge.checks import CHECKS
+from moonep_validate.judge.checks.relations import PROMISES
+from moonep_validate.judge.verdict import EXIT_CODES, STAGES, Finding, Result, Verdict
+from moonep_validate.judge.waivers import SHIPPED, Waiver, read_waivers, waive
+from moonep_validate.trace.trace import Part
 
 FOUND = Path(__file__).parents[2] / "docs" / "found.md"
 CASE = Case.parse("genA+R2+E8+K2+S16+abort")

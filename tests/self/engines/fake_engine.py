@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad, silu
 
-from moonep_validate.case import Case
-from moonep_validate.subjects.integration import Checkpoint, Probe, Started
+from moonep_validate.cases.case import Case
+from moonep_validate.subjects.engines.integration import Checkpoint, Probe, Started
 
 __version__ = "1.0"
 

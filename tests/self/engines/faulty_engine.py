@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from moonep_validate.case import Case
-from moonep_validate.subjects import tap
-from moonep_validate.subjects.integration import Checkpoint, Started
+from moonep_validate.cases.case import Case
+from moonep_validate.subjects.engines import tap
+from moonep_validate.subjects.engines.integration import Checkpoint, Started
 
 if TYPE_CHECKING:
     from tests.self.engines.fake_engine import Good, Layer

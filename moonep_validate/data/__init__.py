@@ -1,0 +1,1 @@
+"""What goes in: expert ids and tensors as pure functions of a case."""

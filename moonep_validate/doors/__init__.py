@@ -1,0 +1,1 @@
+"""How users come in: command line, pytest, torchrun, reports, standalone scripts."""

@@ -1,0 +1,442 @@
+"""The command line. It only wires: every command is a prefix of the pipeline or a loop over it.
+
+torch is imported inside the commands, so that help and usage errors come at once.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from moonep_validate import __version__
+from moonep_validate.cases.case import VOCABULARY, Case, CaseError, Spec
+from moonep_validate.cases.profiles import PROFILES, default_profile, for_generations, profile
+from moonep_validate.doors.cli import formats as commands_formats
+from moonep_validate.doors.cli import mutate as commands_mutate
+from moonep_validate.doors.cli import worlds as commands_worlds
+from moonep_validate.doors.cli.options import (
+    ApiOption,
+    CaseOption,
+    DeadlineOption,
+    DestructiveOption,
+    DeviceOption,
+    ExpertsOption,
+    FaultOption,
+    ModuleOption,
+    PathOption,
+    PolicyOption,
+    RanksOption,
+    RecordOption,
+    RelaxedOption,
+    RequireOption,
+    SubjectOption,
+    WaiversOption,
+    WorldOption,
+    console,
+    job_of,
+    one_of,
+)
+
+if TYPE_CHECKING:
+    from moonep_validate.doors.report.files import OutputFolder
+    from moonep_validate.doors.report.summary import Summary
+    from moonep_validate.judge.verdict import Verdict
+    from moonep_validate.pipeline.engine import Job
+    from moonep_validate.trace.trace import Trace
+
+USAGE = 4
+INTERNAL = 3
+INTERRUPTED = 2
+
+app = typer.Typer(
+    name="moonep-validate",
+    help="Find out, with evidence, whether dispatch, prefetch, compute and combine of a MoonEP layer are right.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    epilog="Exit codes: 0 passed, 1 failed, 2 interrupted, 3 internal error, 4 usage, 5 nothing ran, 10 vacuous, "
+    "11 fault not exercised, 12 unknown, 13 hung, 14 error of the suite.",
+)
+
+
+@app.command("parity", help=f"Like run, as one rank of torchrun: {commands_worlds.PARITY} [options of run]")
+@app.command()
+def run(
+    context: typer.Context,
+    case: CaseOption = None,
+    profile_name: Annotated[
+        str | None,
+        typer.Option("--profile", help=f"Case list: {', '.join(PROFILES)}; by default engine for an engine."),
+    ] = None,
+    subject: SubjectOption = "reference",
+    sglang_path: PathOption = None,
+    world: WorldOption = None,
+    ranks: RanksOption = None,
+    device: DeviceOption = None,
+    waivers: WaiversOption = None,
+    moonep_module: ModuleOption = None,
+    experts: ExpertsOption = "reference",
+    api: ApiOption = None,
+    policy: PolicyOption = None,
+    relaxed: RelaxedOption = False,
+    destructive: DestructiveOption = False,
+    fault: FaultOption = None,
+    deadline: DeadlineOption = 30.0,
+    record: RecordOption = "full",
+    out: Annotated[Path | None, typer.Option(help="Folder for report.json and traces.")] = None,
+    require: RequireOption = None,
+    keep: Annotated[
+        str, typer.Option(help="Traces to keep in --out: failed (whatever did not pass), all or none.")
+    ] = "failed",
+    shrink_seconds: Annotated[float, typer.Option(help="Time to shrink the first failure; 0 to leave it.")] = 10.0,
+) -> None:
+    """Judge a subject on a profile, or on the cases given."""
+    profile_name = profile_name or default_profile(subject)
+    job, cases = _job_and_cases(context.params, profile_name)
+    if require:
+        _require(job, require)
+    one_of("--keep", keep, ("failed", "all", "none"))
+    here = commands_worlds.joined(context.info_name, job, cases, lambda: _folder(out) if out else None)
+    job, cases, folder = here.job, here.cases, here.folder
+    from moonep_validate.pipeline.engine import run_case
+
+    def record_and_judge(one: Case) -> tuple[Trace, Verdict]:
+        trace, verdict = run_case(job, one)
+        if folder and (keep == "all" or (keep == "failed" and not verdict.ok)):
+            folder.write_trace(trace)
+        return trace, verdict
+
+    title = f"profile {profile_name}" if not case else f"{len(cases)} case{'s' * (len(cases) > 1)}"
+    summary = _judge_all(cases, here.judged(record_and_judge), job, title, folder, shrink_seconds)
+    here.end(summary.exit_code)
+    _finish(summary)
+
+
+@app.command()
+def check(folder: Annotated[Path, typer.Argument(help="A folder that `run --out` wrote.")]) -> None:
+    """Judge recorded traces again, without running anything."""
+    from moonep_validate.doors.report.files import load_traces
+    from moonep_validate.pipeline.engine import judge
+
+    traces = {str(trace.case): trace for trace in load_traces(folder)}
+
+    def judge_recorded(one: Case) -> tuple[Trace, Verdict]:
+        return traces[str(one)], judge(traces[str(one)])
+
+    cases = [trace.case for trace in traces.values()]
+    _finish(_judge_all(cases, judge_recorded, None, f"recorded traces of {folder}", None, 0.0))
+
+
+@app.command()
+def shrink(
+    context: typer.Context,
+    case: Annotated[str, typer.Option("--case", help="A failing case line.")],
+    subject: SubjectOption = "reference",
+    sglang_path: PathOption = None,
+    world: WorldOption = None,
+    device: DeviceOption = None,
+    waivers: WaiversOption = None,
+    moonep_module: ModuleOption = None,
+    experts: ExpertsOption = "reference",
+    api: ApiOption = None,
+    policy: PolicyOption = None,
+    relaxed: RelaxedOption = False,
+    destructive: DestructiveOption = False,
+    fault: FaultOption = None,
+    deadline: DeadlineOption = 30.0,
+    record: RecordOption = "full",
+    seconds: Annotated[float, typer.Option(min=1.0, help="Budget.")] = 60.0,
+) -> None:
+    """Find the smallest case that fails in the same way."""
+    job, whole = job_of(context.params), Case.parse(case)
+    from moonep_validate.pipeline.engine import run_case
+    from moonep_validate.studies.shrink import shrink as shrink_case
+
+    verdict = run_case(job, whole)[1]
+    if verdict.first is None:
+        console.print(
+            f"{verdict.status}: {whole} has no failing check, so there is nothing to shrink", highlight=False
+        )
+        raise typer.Exit(_exit_code(verdict))
+    with console.status("shrinking"):
+        smallest = shrink_case(whole, lambda one: run_case(job, one)[1], seconds)
+    end = "no smaller case fails in this way" if smallest.complete else f"stopped after {seconds:g} s"
+    console.print(f"{smallest.tried} candidates tried, {end}", highlight=False)
+    verdict = run_case(job, smallest.case)[1]
+    console.print(verdict.diagnosis, markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(_exit_code(verdict))
+
+
+@app.command()
+def plan(
+    case: Annotated[str | None, typer.Option("--case", help="A case line.")] = None,
+    input: Annotated[Path | None, typer.Option("--input", help="JSON Lines, one routing a line.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One line of JSON per routing.")] = False,
+    hidden: Annotated[
+        int | None, typer.Option(min=1, help="Hidden size of an expert [case's H, or 3584].")
+    ] = None,
+    intermediate: Annotated[
+        int | None, typer.Option(min=1, help="Intermediate size of an expert [case's I, or 3072].")
+    ] = None,
+    weight_format: Annotated[str, typer.Option("--format", help="Weight format: bf16, fp8 or mxfp4.")] = "bf16",
+) -> None:
+    """Show what MoonEP will do with a routing."""
+    from moonep_validate.doors.report.terminal import show_plan
+    from moonep_validate.judge.oracle.statistics import BYTES_PER_ELEMENT, expert_bytes, plan_stats
+    from moonep_validate.tools.plan_input import plan_json, read_routings
+
+    if (case is None) == (input is None):
+        raise CaseError("plan needs either --case or --input")
+    one_of("--format", weight_format, tuple(BYTES_PER_ELEMENT))
+    whole = Case.parse(case) if case else None
+    size = expert_bytes(
+        hidden or (whole.H if whole else 3584), intermediate or (whole.I if whole else 3072), weight_format
+    )
+    plans = (
+        [(str(whole), _case_plan(whole))]
+        if whole
+        else ((f"line {n}", p) for n, p in read_routings(_readable(input)))
+    )
+    for title, one in plans:
+        stats = plan_stats(one, size)
+        if json:
+            sys.stdout.write(plan_json(one, stats) + "\n")
+        else:
+            show_plan(console, one, stats, title)
+
+
+@app.command()
+def edges(case: Annotated[str, typer.Option("--case", help="A case line; its routing does not matter.")]) -> None:
+    """Print routings that reach the edges of a geometry: fullest buffer, worst padding, slots, planner ties."""
+    from moonep_validate.cases.layout import Layout
+    from moonep_validate.judge.oracle import edges as solver
+
+    whole = Case.parse(case)
+    layout = Layout.of(whole)
+    worst = solver.worst_padding(layout)
+    found: dict[str, Any] = {
+        f"largest end of the last group, {solver.largest_end(layout)} of {layout.num_rows} rows": solver.fullest(
+            layout
+        ),
+        f"most padding, {worst.value} rows{'' if worst.proven else ' (not proven to be the most)'}": worst.topk,
+        f"exactly {layout.num_slots} remote experts on a rank": solver.slots_needed(layout, layout.num_slots),
+        f"{layout.num_slots + 1} remote experts on a rank": solver.slots_needed(layout, layout.num_slots + 1),
+        **{f"tie of {name.replace('_', ' ')}": topk for name, topk in solver.ties(layout).items()},
+    }
+    for what, topk in found.items():
+        line = "impossible" if topk is None else whole.but(routing=Spec.parse(solver.to_table(topk)), tokens=None)
+        console.print(f"{what}:\n  {line}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def repro(
+    standalone: Annotated[str, typer.Option("--standalone", help="A case line.")],
+    moonep_module: Annotated[str, typer.Option(help="Module that the script imports.")] = "moonep",
+    out: Annotated[Path | None, typer.Option(help="File to write; else the script is printed.")] = None,
+) -> None:
+    """Write a script of at most 100 lines that needs only torch and the package under test."""
+    from moonep_validate.doors.repro import standalone as write_script
+
+    script = write_script(Case.parse(standalone), moonep_module)
+    if out is None:
+        sys.stdout.write(script)
+        return
+    out.write_text(script)
+    ranks = Case.parse(standalone).R
+    console.print(
+        f"wrote {out}; run it with: torchrun --nproc-per-node {ranks} {out}", highlight=False, soft_wrap=True
+    )
+
+
+app.command()(commands_mutate.search)
+app.command()(commands_mutate.mutate)
+app.command()(commands_mutate.nulls)
+app.command()(commands_worlds.races)
+
+
+@app.command()
+def cases(
+    profile_name: Annotated[str, typer.Option("--profile", help="Whose case lines to list.")] = "default",
+) -> None:
+    """List the words of a case line, and the cases of a profile."""
+    lines = [str(case) for case in profile(profile_name)]
+    console.print(
+        "[bold]sizes[/bold]\n  genA or genB, R4 E8 K2 S9 (required), H128 I128 pad16 seed0 (defaults)",
+        highlight=False,
+    )
+    console.print(
+        "  slots2 (generation A, default E/R), tokens:9,0,3,9 (real tokens a rank, default S)", highlight=False
+    )
+    for field in dict.fromkeys(word.field for word in VOCABULARY.values()):
+        console.print(f"[bold]{field}[/bold]")
+        for word in VOCABULARY.values():
+            if word.field == field:
+                console.print(f"  {word.usage:16} {word.summary}", highlight=False)
+    console.print(f"[bold]profile {profile_name}[/bold]")
+    console.print("\n".join(f"  {line}" for line in lines), highlight=False, soft_wrap=True)
+
+
+app.command()(commands_formats.checkpoint)
+app.command()(commands_formats.memory)
+app.command()(commands_worlds.bench)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    sys.stdout.write(f"moonep-validate {__version__}\n")
+
+
+def main() -> None:
+    """Entry point; maps every end to a documented exit code."""
+    try:
+        code = app(standalone_mode=False) or 0
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except (CaseError, OSError) as error:
+        code = _usage(str(error))
+    except Exception as error:
+        code = _other(error)
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def _usage(message: str) -> int:
+    if not message:  # help was printed in place of a missing command
+        return USAGE
+    Console(stderr=True).print(f"moonep-validate: {message}", markup=False, highlight=False, soft_wrap=True)
+    return USAGE
+
+
+def _other(error: Exception) -> int:
+    """Usage errors of click (typer brings its own copy, so they are known by their method), or a bug of ours."""
+    if isinstance(error, typer.Abort):
+        return INTERRUPTED
+    if hasattr(error, "format_message"):
+        return _usage(error.format_message())
+    from moonep_validate.trace.trace import TraceError
+
+    if isinstance(error, TraceError):
+        return _usage(str(error))
+    Console(stderr=True).print_exception()
+    return INTERNAL
+
+
+def _job_and_cases(options: Mapping[str, Any], profile_name: str) -> tuple[Job, list[Case]]:
+    """What a run judges, and on which cases: those given, else the profile's, by Buffer key."""
+    lines, listed = [Case.parse(text) for text in options["case"] or ()], profile(profile_name)
+    job = job_of(options)
+    from moonep_validate.pipeline.engine import select_cases
+
+    cases = lines or for_generations(listed, (job.generation,) if job.generation else ("A", "B"))
+    return job, select_cases(job, cases, options["ranks"], keep_order=bool(lines))
+
+
+def _require(job: Job, wanted: list[str]) -> None:
+    """Stop where another part would run than the one that a gate asks for."""
+    from moonep_validate.pipeline.engine import unmet
+
+    if missing := unmet(job, wanted):
+        Console(stderr=True).print("\n".join(missing), markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1)
+
+
+def _folder(path: Path) -> OutputFolder:
+    from moonep_validate.doors.report.files import OutputFolder
+
+    try:
+        return OutputFolder(path)
+    except OSError as error:
+        raise CaseError(f"--out {path} cannot be written: {error.strerror}") from None
+
+
+def _readable(path: Path | None) -> Path:
+    assert path is not None
+    if not path.is_file():
+        raise CaseError(f"--input {path} is not a file")
+    return path
+
+
+def _case_plan(case: Case) -> Any:
+    import numpy as np
+
+    from moonep_validate.cases.layout import Layout
+    from moonep_validate.data.routing import topk_ids
+    from moonep_validate.judge.oracle.plan import make_plan
+
+    return make_plan(np.stack([topk_ids(case, rank).numpy() for rank in range(case.R)]), Layout.of(case))
+
+
+def _judge_all(
+    cases: list[Case],
+    one_case: Any,
+    job: Job | None,
+    title: str,
+    folder: OutputFolder | None,
+    shrink_seconds: float,
+) -> Summary:
+    """Loop over cases with a live display; Ctrl-C keeps what is known."""
+    from moonep_validate.doors.report import terminal
+    from moonep_validate.doors.report.summary import Summary
+
+    console.print(f"[bold]moonep-validate {__version__}[/bold]: {title}", highlight=False)
+    summary, start, trace = Summary(len(cases)), time.monotonic(), None
+    try:
+        with terminal.progress_bar(console) as progress:
+            task = progress.add_task("", total=len(cases))
+            for one in cases:
+                progress.update(task, description=str(one))
+                first, (trace, verdict) = trace is None, one_case(one)
+                if first:
+                    terminal.show_evidence(progress.console, trace)
+                summary.verdicts.append(verdict)
+                progress.advance(task)
+                if folder:
+                    folder.write_report(summary, trace.subject)
+                if not verdict.ok and verdict.status != "not_run":
+                    terminal.show_problem(progress.console, verdict)
+        if shrink_seconds and job:
+            _show_smallest(summary, job, shrink_seconds)
+    except KeyboardInterrupt:
+        summary.interrupted = True
+        if folder:
+            folder.write_report(summary, trace.subject if trace else "")
+    terminal.show_table(console, summary)
+    terminal.show_verdict(console, summary, trace, time.monotonic() - start)
+    return summary
+
+
+def _show_smallest(summary: Summary, job: Job, seconds: float) -> None:
+    """Shrink the first failure of the run, unless each attempt would wait for a deadline."""
+    from moonep_validate.doors.report.summary import first_failures
+    from moonep_validate.pipeline.engine import run_case
+    from moonep_validate.studies.shrink import shrink as shrink_case
+
+    failures = [verdict for verdict in first_failures(summary.verdicts) if verdict.status == "failed"]
+    if not failures:
+        return
+    with console.status("looking for the smallest failing case"):
+        smallest = shrink_case(failures[0].case, lambda one: run_case(job, one)[1], seconds)
+    command = run_case(job, smallest.case)[1].command
+    console.print(
+        f"smallest failing case ({smallest.tried} candidates tried):\n  {command}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _exit_code(verdict: Verdict) -> int:
+    from moonep_validate.doors.report.summary import Summary
+
+    return Summary(1, [verdict]).exit_code
+
+
+def _finish(summary: Summary) -> None:
+    raise typer.Exit(summary.exit_code)

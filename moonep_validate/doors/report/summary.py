@@ -1,0 +1,112 @@
+"""What do many verdicts add up to? Counts per check, the overall status and the exit code."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from moonep_validate.judge.checks import CHECKS
+from moonep_validate.judge.checks.relations import PROMISES
+from moonep_validate.judge.verdict import EXIT_CODES, NO_CHECK, STAGES, Verdict, worst
+from moonep_validate.judge.witnesses import WITNESSES
+from moonep_validate.pipeline.engine import RETURNS
+
+INTERRUPTED = 2
+NOTHING_RAN = 5
+
+
+@dataclass
+class Row:
+    """One check over all cases."""
+
+    stage: str
+    check: str
+    summary: str
+    examined: int = 0
+    information: bool = False
+    statuses: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def status(self) -> str:
+        """The worst status of the check."""
+        return worst(list(self.statuses))
+
+
+@dataclass
+class Summary:
+    """A run so far.
+
+    Attributes:
+        planned: cases that were to run.
+        interrupted: whether the user stopped it.
+    """
+
+    planned: int
+    verdicts: list[Verdict] = field(default_factory=list)
+    interrupted: bool = False
+
+    @property
+    def status(self) -> str:
+        """The worst status of the cases that ran."""
+        return worst([verdict.status for verdict in self.verdicts])
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Cases by status."""
+        return Counter(verdict.status for verdict in self.verdicts)
+
+    @property
+    def exit_code(self) -> int:
+        """The documented process exit code."""
+        if self.interrupted:
+            return INTERRUPTED
+        if self.status not in ("not_run", "not_applicable", "passed"):
+            return EXIT_CODES[self.status]
+        return 0 if self.counts["passed"] else NOTHING_RAN
+
+    def rows(self) -> list[Row]:
+        """One row per check that any verdict mentions, in pipeline order.
+
+        F1 and relations judge several stages; only where they did not pass do they get a row at that stage.
+        """
+        rows: dict[tuple[int, str], Row] = {}
+        for result in (result for verdict in self.verdicts for result in verdict.results):
+            if result.check == NO_CHECK:
+                continue
+            stage = result.stage
+            if result.status == "passed":
+                stage = {"F1": "life", **dict.fromkeys(PROMISES, "layer")}.get(result.check, stage)
+            if result.status == "not_applicable":
+                continue
+            summary = _summary(result.check)
+            row = rows.setdefault((STAGES.index(stage), result.check), Row(stage, result.check, summary))
+            row.examined += result.examined
+            row.statuses[result.status] += 1
+            row.information |= not result.gates
+        return [rows[key] for key in sorted(rows, key=lambda key: (key[0], key[1][0], int(key[1][1:])))]
+
+    def idle(self) -> list[str]:
+        """Checks that compared nothing in any case, and known events that no case showed."""
+        active = {r.check for verdict in self.verdicts for r in verdict.results if r.examined}
+        seen = self.witnesses()
+        return [c for c in (*CHECKS, *PROMISES) if c not in active] + [f"@{w}" for w in WITNESSES if not seen[w]]
+
+    def witnesses(self) -> Counter[str]:
+        """Cases in which each event occurred."""
+        return Counter(name for v in self.verdicts for name, count in v.witnesses.items() if count)
+
+
+def _summary(check: str) -> str:
+    if check in CHECKS:
+        return CHECKS[check].summary
+    return PROMISES.get(check, RETURNS)
+
+
+def first_failures(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """One verdict per (status, stage, check) that went wrong, in order of appearance."""
+    seen: dict[tuple[str, ...], Verdict] = {}
+    for verdict in verdicts:
+        if first := verdict.first:
+            seen.setdefault((first.status, first.stage, first.check), verdict)
+    return list(seen.values())

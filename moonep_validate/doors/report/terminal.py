@@ -1,0 +1,206 @@
+"""What does a person see? A progress line, findings as they come, a table by stage and check, one last word."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from moonep_validate.doors.report.summary import Summary
+from moonep_validate.judge.oracle.plan import Plan
+from moonep_validate.judge.verdict import Verdict
+from moonep_validate.subjects.provenance import describe
+from moonep_validate.trace.trace import Part, Trace
+
+_STYLE = {"passed": "green", "failed": "bold red", "hung": "bold red", "error": "bold red"}
+_LARGE = 32
+
+
+def styled(status: str) -> str:
+    """A status in its colour."""
+    style = _STYLE.get(status, "yellow" if status not in ("not_run", "not_applicable") else "dim")
+    return f"[{style}]{status}[/{style}]"
+
+
+def progress_bar(console: Console) -> Progress:
+    """The live display of a run."""
+    return Progress(
+        TextColumn("{task.completed}/{task.total}", style="bold"),
+        BarColumn(bar_width=24),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+def show_evidence(console: Console, trace: Trace) -> None:
+    """One line per distinct part: what really runs; nothing where nothing does."""
+    if trace.not_run:
+        return
+    stages: dict[Part, list[str]] = {}
+    for stage, part in trace.parts.items():
+        stages.setdefault(part, []).append(stage)
+    for part, names in ((part, names) for part, names in stages.items() if part.origin != "none"):
+        console.print(
+            f"evidence: [bold]{part.origin}[/bold] {escape(describe(part))} for {', '.join(names)}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        for seam in part.seams:
+            console.print(f"  replaced: {escape(seam)}", highlight=False, soft_wrap=True)
+
+
+def show_problem(console: Console, verdict: Verdict) -> None:
+    """A verdict that is not a pass, as it comes."""
+    console.print(
+        escape(verdict.diagnosis), style="red" if verdict.first else "yellow", highlight=False, soft_wrap=True
+    )
+
+
+def show_table(console: Console, summary: Summary) -> None:
+    """Results by stage and check, and the events that were seen; nothing where no case ran."""
+    if all(verdict.status == "not_run" for verdict in summary.verdicts):
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("stage", "check", "promise", "status"):
+        table.add_column(name, no_wrap=name != "promise")
+    for name in ("results", "compared"):
+        table.add_column(name, justify="right", no_wrap=True)
+    stage = ""
+    for row in summary.rows():
+        passed, total = row.statuses["passed"], sum(row.statuses.values())
+        status = styled(row.status) + (" (information)" if row.information else "")
+        shown = "" if row.stage == stage else row.stage
+        table.add_row(shown, row.check, row.summary, status, f"{passed}/{total}", f"{row.examined:,}")
+        stage = row.stage
+    console.print(table)
+    seen = ", ".join(f"{name} {count}" for name, count in summary.witnesses().items())
+    if idle := summary.idle():
+        console.print(f"idle, {len(idle)} checks and events: {' '.join(idle)}", highlight=False, soft_wrap=True)
+    if seen:
+        console.print(f"events seen, in cases: {seen}", highlight=False, soft_wrap=True)
+
+
+def show_verdict(console: Console, summary: Summary, trace: Trace | None, seconds: float) -> None:
+    """The last lines: what the result proves, what it does not, and the answer."""
+    ran = len(summary.verdicts) - summary.counts["not_run"]
+    reasons = Counter(v.results[0].reason for v in summary.verdicts if v.status == "not_run")
+    if pads := _pads(summary):
+        console.print(pads, highlight=False, soft_wrap=True)
+    for reason, count in reasons.items():
+        console.print(f"not run, {count} cases: {reason}", highlight=False, soft_wrap=True)
+    for reason, count in _waived(summary).items():
+        console.print(f"waived, {count} results: {reason}", highlight=False, soft_wrap=True)
+    if trace and summary.counts["passed"] and summary.status in ("passed", "waived", "not_run"):
+        console.print(f"proves: {trace.proves}\nleaves open: {trace.leaves_open}", highlight=False, soft_wrap=True)
+    elif summary.verdicts:
+        console.print(f"proves nothing as it stands: {summary.status}", highlight=False)
+    counts = ", ".join(f"{count} {status}" for status, count in summary.counts.items())
+    word = "interrupted" if summary.interrupted else summary.status
+    console.print(
+        f"[bold]{styled(word)}[/bold]: {ran} of {summary.planned} cases ran ({counts or 'none'}) "
+        f"in {seconds:.1f} s, exit code {summary.exit_code}",
+        highlight=False,
+    )
+
+
+def _waived(summary: Summary) -> Counter[str]:
+    """Known defects by reason."""
+    return Counter(r.reason for verdict in summary.verdicts for r in verdict.results if r.status == "waived")
+
+
+def _pads(summary: Summary) -> str:
+    """What an engine's padding costs: slots, rows and bytes as dispatched, against pads that stay at home."""
+    total: Counter[str] = Counter()
+    for verdict in summary.verdicts:
+        total.update({name: int(value) for name, value in verdict.measures.items() if "pads_" in name})
+    if not total:
+        return ""
+    costs = [
+        f"{total[f'{kind}_slots']} slots, {total[f'{kind}_rows_moved']:,} rows moved, "
+        f"{total[f'{kind}_prefetch_bytes'] / 2**20:.1f} MiB prefetched"
+        for kind in ("pads", "local_pads")
+    ]
+    return f"plans as dispatched: {costs[0]}; with padding tokens that stay on their rank: {costs[1]}"
+
+
+def show_plan(console: Console, plan: Plan, stats: dict[str, object], title: str) -> None:
+    """What MoonEP will do with a routing."""
+    layout = plan.layout
+    console.print(f"[bold]{escape(title)}[/bold]", highlight=False, soft_wrap=True)
+    console.print(
+        f"generation {layout.generation}: R={layout.R} ranks, E={layout.E} experts, K={layout.K}, S={layout.S} "
+        f"tokens a rank, padding {layout.pad}, {layout.num_slots} slots a rank, NvS={layout.num_rows} rows",
+        highlight=False,
+    )
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in (
+        "rank",
+        "home load",
+        "computes",
+        "moved in",
+        "slots hold experts",
+        "copies of mine",
+        "padding",
+        "last row",
+    ):
+        table.add_column(name, justify="left" if "hold" in name else "right")
+    for rank in range(layout.R):
+        own = range(rank * layout.experts_per_rank, (rank + 1) * layout.experts_per_rank)
+        rows = int(plan.alloc[:, rank].sum())
+        slots = [int(expert) for expert in plan.experts_to_copy[rank] if expert >= 0]
+        end = int(plan.cu_seqlens[rank, -1])
+        table.add_row(
+            str(rank),
+            str(int(plan.alloc[own].sum())),
+            str(rows),
+            str(rows - int(plan.alloc[own, rank].sum())),
+            _listed(slots),
+            str(int(plan.remote_stats[rank, 1])),
+            str(end - rows),
+            f"{end} of {layout.num_rows}",
+        )
+    console.print(table)
+    if layout.R * layout.E <= _LARGE * _LARGE // 4:
+        _show_groups(console, plan)
+    for name, value in stats.items():
+        console.print(f"  {name.replace('_', ' ')}: {_figure(name, value)}", highlight=False)
+
+
+def _show_groups(console: Console, plan: Plan) -> None:
+    """The groups with rows of every rank."""
+    experts = plan.layout.group_experts(plan.experts_to_copy)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("rank", "group", "expert", "rows", "padding", "ends at", ""):
+        table.add_column(name, justify="right" if name else "left")
+    for rank, ends in enumerate(plan.cu_seqlens):
+        begin = 0
+        for group, end in enumerate(ends.tolist()):
+            if end > begin:
+                padding = int(plan.zero_fill_ranges[rank, group, 1])
+                kind = "slot" if group >= plan.layout.num_home_groups else ""
+                values = (rank, group, experts[rank, group], end - begin - padding, padding, end)
+                table.add_row(*map(str, values), kind)
+            begin = end
+    console.print(table)
+
+
+def _listed(values: Sequence[int]) -> str:
+    shown = " ".join(map(str, values[:_LARGE]))
+    return (shown + f" and {len(values) - _LARGE} more" if len(values) > _LARGE else shown) or "-"
+
+
+def _figure(name: str, value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    if isinstance(value, int) and "bytes" in name:
+        return f"{value:,} ({value / 2**20:.1f} MiB)"
+    if isinstance(value, Iterable):
+        return _listed(list(value))
+    return str(value)

@@ -1,0 +1,232 @@
+"""What does a rank of torchrun do? Rank 0 leads: it loops over cases, judges and reports; the others serve.
+
+Each rank records its own calls; rank 0 gathers their bytes, judges them, and tells all ranks the verdict. So one
+report is printed, and every rank exits with the same code.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from rich.console import Console
+
+from moonep_validate.cases.case import Case, CaseError
+from moonep_validate.doors.report import terminal
+from moonep_validate.doors.report.summary import Summary
+from moonep_validate.judge.verdict import Verdict
+from moonep_validate.pipeline import engine
+from moonep_validate.pipeline.engine import Job, add_part, buffer_key, calls_of_lost_rank, judge, open_trace
+from moonep_validate.pipeline.worker import record_rank
+from moonep_validate.trace.trace import Call, Trace
+from moonep_validate.worlds import torchrun
+from moonep_validate.worlds.autopsy import Rank, autopsy
+from moonep_validate.worlds.dist import DistComm
+from moonep_validate.worlds.flight import Logged, finish, phases
+from moonep_validate.worlds.place import place
+from moonep_validate.worlds.processes import Reply, in_collective
+
+if TYPE_CHECKING:
+    from moonep_validate.doors.report.files import OutputFolder
+
+T = TypeVar("T")
+_USAGE, _SAY_SECONDS = 4, 2.0
+COMMAND = "torchrun --nproc-per-node N -m moonep_validate parity"
+
+
+class Parity:
+    """One rank of the job; collective.
+
+    Args:
+        world: all ranks.
+        job: what runs, the same on every rank.
+
+    Attributes:
+        cases: that are to run.
+        verdicts: so far, on rank 0.
+        folder, console: for the report, on rank 0.
+    """
+
+    def __init__(self, world: torchrun.World, job: Job) -> None:
+        self.world, self.job = world, job
+        self.cases, self.verdicts = list[Case](), list[Verdict]()
+        self.folder: OutputFolder | None = None
+        self.console = Console(width=None if sys.stdout.isatty() else 120)
+        self._keys: set[object] = set()
+        self._case: Case | None = None
+        world.on_lost = self._bury
+        engine.RECORDERS["torchrun"] = self.record
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank judges and reports."""
+        return self.world.rank == 0
+
+    def record(self, job: Job, case: Case, trace: Trace) -> None:
+        """Record a case on all ranks; called on rank 0 only, the others ``serve``."""
+        self.world.share(("record", job.to_json(), str(case)))
+        for rank, data in enumerate(self._part(job, case)):
+            add_part(trace, rank, data)
+
+    def _part(self, job: Job, case: Case) -> list[bytes]:
+        """This rank's part of a case, then those of all ranks on rank 0."""
+        key, self._case = buffer_key(case), case
+        limit = job.deadline if key in self._keys else job.deadline_at_first
+        self._keys.add(key)
+        with self.world.watched(limit):
+            comm = Logged(DistComm(), self.world.flight)
+            trace, failed = record_rank(job, case, comm)
+            if job.embedded and not failed:
+                try:
+                    finish(comm)
+                except RuntimeError as error:
+                    trace.errors.append(f"this rank had finished, and its peers had not: {error}")
+            with self.world.hurried(failed and not job.embedded):
+                return self.world.gather(trace.to_bytes(sealed=False))
+        raise AssertionError("a lost world has ended this process")
+
+    def led(self, function: Callable[[], T]) -> T:
+        """What ``function`` returns on rank 0, on every rank; meanwhile the others record what it asks for."""
+        if not self.leads:
+            kind, value = self.serve()
+            if kind == "raised":
+                raise RuntimeError(f"rank 0: {value}")
+            return value  # type: ignore[no-any-return]
+        try:
+            value = function()
+        except BaseException as error:
+            self.world.share(("raised", f"{type(error).__name__}: {error}"))
+            raise
+        self.world.share(("value", value))
+        return value
+
+    def serve(self) -> tuple[str, Any]:
+        """Take part in cases until rank 0 says something else."""
+        while True:
+            kind, *values = self.world.share(None)
+            if kind != "record":
+                return kind, values[0]
+            self._part(Job.from_json(values[0]), Case.parse(values[1]))
+
+    def judged(self, one_case: Callable[[Case], tuple[Trace, Verdict]]) -> Callable[[Case], tuple[Trace, Verdict]]:
+        """``one_case``, whose verdicts are kept for a report that may have to be written in a hurry."""
+
+        def judge_one(case: Case) -> tuple[Trace, Verdict]:
+            trace, verdict = one_case(case)
+            self.verdicts.append(verdict)
+            return trace, verdict
+
+        return judge_one
+
+    def end(self, code: int) -> None:
+        """Tell all ranks the exit code, once the report is written, and wait for them."""
+        self.world.share(("value", code))
+        self.world.end()
+
+    def _bury(self, ranks: list[Rank], silent: float | None, why: str) -> int:
+        """Rank 0's last words: the case that was lost, judged from what the ranks left, and the report."""
+        console, case = self.console, self._case
+        if case is None:
+            console.print(f"moonep-validate: the ranks were lost before a case began: {why}", highlight=False)
+            return 14
+        trace = self._lost_trace(case, ranks, silent, why)
+        verdict = judge(trace)
+        summary = Summary(len(self.cases), [*self.verdicts, verdict])
+        if self.folder:
+            self.folder.write_trace(trace)
+            self.folder.write_report(summary, trace.subject)
+        terminal.show_problem(console, verdict)
+        left = len(self.cases) - len(summary.verdicts)
+        console.print(
+            f"the ranks cannot go on, so {left} cases were not run; exit code {summary.exit_code}", highlight=False
+        )
+        return summary.exit_code
+
+    def _lost_trace(self, case: Case, ranks: list[Rank], silent: float | None, why: str) -> Trace:
+        trace = open_trace(self.job, case)
+        trace.calls, trace.autopsy = [[] for _ in ranks], autopsy(ranks, silent)
+        replies = [
+            Reply(phases=phases(r.records), ended=r.ended, stack=r.stack if silent else None) for r in ranks
+        ]
+        stacks = [reply.stack for reply in replies if reply.stack]
+        deadlock = bool(stacks) and all(map(in_collective, stacks))
+        for rank, reply in enumerate(replies):
+            if not ranks[rank].done or reply.ended is not None:
+                trace.calls[rank] = _with_error(
+                    ranks[rank], calls_of_lost_rank(rank, reply, trace, silent or 0.0, deadlock)
+                )
+        if not silent and not any(rank.failed for rank in ranks):
+            trace.errors.append(f"the ranks were lost: {why}; {trace.autopsy['diagnosis']}")
+        return trace
+
+
+def _with_error(rank: Rank, calls: list[Call]) -> list[Call]:
+    """The calls of a lost rank; what it raised, as far as its log says, is the error of the innermost one."""
+    if rank.failed and rank.raised and calls:
+        kind, _, message = rank.raised.partition(": ")
+        calls[-1].done = True
+        calls[-1].error = {"type": kind, "message": message, "where": rank.place, "peer": False}
+    return calls
+
+
+def join(job: Job, cases: Sequence[Case], folder: Callable[[], OutputFolder | None]) -> Parity:
+    """Become a rank; a rank other than 0 serves here and exits.
+
+    Args:
+        job: what runs.
+        cases: to choose from; those of as many ranks as there are run.
+        folder: makes the folder of the report; called on rank 0.
+
+    Raises:
+        CaseError: without torchrun, for an engine, if no case has as many ranks, or if ranks differ.
+    """
+    try:
+        parity = enter(job, cases)
+    except CaseError:
+        if (here := place()) and here.rank:  # rank 0 says it; torchrun would kill it for our exit
+            time.sleep(_SAY_SECONDS)
+            _exit(_USAGE)
+        raise
+    parity.cases = [case for case in cases if parity.world.size == case.R]
+    if not parity.leads:
+        _, code = parity.serve()
+        parity.world.end()
+        _exit(code)
+    parity.folder = folder()
+    if others := len(cases) - len(parity.cases):
+        parity.console.print(
+            f"{others} cases are left out, since they do not have the {parity.world.size} ranks of torchrun",
+            highlight=False,
+        )
+    return parity
+
+
+def enter(job: Job, cases: Sequence[Case]) -> Parity:
+    """The part of ``join`` that pytest needs too."""
+    here = place()
+    if here is None:
+        raise CaseError(f"parity runs as a rank of torchrun, which is not around; start it with: {COMMAND}")
+    if job.engine:
+        raise CaseError(f"parity judges a Buffer, and {job.engine} starts its own ranks; use run")
+    if not any(here.size == case.R for case in cases):
+        known = ", ".join(map(str, sorted({case.R for case in cases}))) or "none"
+        raise CaseError(
+            f"torchrun started {here.size} ranks, and no case has R={here.size}; there are R = {known}"
+        )
+    if reason := engine.too_few_gpus(job, here.local_size):
+        raise CaseError(reason)
+    world = torchrun.World(here, job.device)
+    world.same("job", (job.reproducer, job.deadline, job.part and (job.part.package, job.part.version)))
+    world.same("list of cases", [str(case) for case in cases])
+    return Parity(world, replace(job, world="torchrun"))
+
+
+def _exit(code: int) -> NoReturn:
+    """At once, since torchrun ends what is still there when the first rank has failed."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,1 @@
+"""Was it right: facts of a trace, oracles, checks, witnesses, waivers and the verdict."""

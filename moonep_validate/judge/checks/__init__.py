@@ -1,0 +1,201 @@
+"""Which promises are checked? A check is a small function of one step; this module registers and feeds them.
+
+A check yields what it compared. It judges one stage on the inputs that this stage was really given, so the
+first stage with a finding is the broken one. It never sees two traces and never re-derives inputs from the case.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moonep_validate.judge.facts import Absent, Missing, Step, Undecided
+from moonep_validate.judge.verdict import STAGES, Finding, Result
+from moonep_validate.trace.keep import LEVELS, Keep
+from moonep_validate.trace.trace import Trace, bits, same_bits
+
+KINDS = ("law", "drop_in")
+_MODULES = (
+    "life",
+    "history",
+    "adapter",
+    "plan",
+    "dispatch",
+    "prefetch",
+    "experts",
+    "combine",
+    "layer",
+    "routed",
+    "reduce",
+)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One comparison: how many elements were examined, and what differed."""
+
+    examined: int
+    findings: tuple[Finding, ...] = ()
+
+    def noting(self, text: str) -> Compared:
+        """The same with a remark after what the first finding got."""
+        first, *rest = self.findings
+        return replace(self, findings=(replace(first, actual=first.actual + text), *rest))
+
+
+@dataclass(frozen=True)
+class Check:
+    """One promise.
+
+    Attributes:
+        id: the invariant's id in docs/contract.md.
+        stage: the stage it judges, one of ``STAGES``.
+        kind: ``law`` (gates everywhere), ``drop_in`` (gates where the part promises upstream's exact
+            behaviour); promises between two steps are relations (relations.py).
+        summary: one line for tables.
+        needs: what the recorder must have kept, one of ``keep.LEVELS``: bits that moved are in a digest, sums of
+            rows are in their columns.
+    """
+
+    id: str
+    stage: str
+    kind: str
+    summary: str
+    function: Callable[[Step], Iterator[Compared]]
+    needs: str = "plan"
+
+
+CHECKS: dict[str, Check] = {}
+
+
+def check(
+    id: str, stage: str, kind: str = "law", needs: str = "plan"
+) -> Callable[..., Callable[[Step], Iterator[Compared]]]:
+    """Register a check; the first line of its docstring is its summary."""
+    assert stage in STAGES
+    assert kind in KINDS
+    assert needs in LEVELS
+
+    def register(function: Callable[[Step], Iterator[Compared]]) -> Callable[[Step], Iterator[Compared]]:
+        assert id not in CHECKS, f"check id {id} is taken"
+        summary = (function.__doc__ or "").splitlines()[0].rstrip(".")
+        CHECKS[id] = Check(id, stage, kind, summary, function, needs)
+        return function
+
+    return register
+
+
+def run_check(check: Check, step: Step, trace: Trace) -> Result:
+    """Judge one step; a check that crashes is ``unknown``, one that examined nothing is ``vacuous``."""
+    part = trace.parts[check.stage]
+    gates = check.kind == "law" or part.policy == "upstream"
+    result: dict[str, Any] = {
+        "check": check.id,
+        "stage": check.stage,
+        "step": step.name,
+        "level": part.level,
+        "gates": gates,
+    }
+    kept = Keep.parse(trace.keep)
+    if not kept.reaches(check.needs):
+        reason = f"it needs --record {check.needs}, the recorder kept {trace.keep}"
+        return Result(**result, status="not_applicable", reason=reason)
+    try:
+        compared = list(check.function(step))
+    except Absent as absent:
+        return Result(**result, status="not_applicable", reason=str(absent))
+    except Undecided as undecided:
+        return Result(**result, status="unknown", reason=str(undecided))
+    except Missing as missing:
+        return Result(**result, status="not_run", reason=str(missing))
+    except Exception as error:
+        return Result(**result, status="unknown", reason=f"the checker raised {type(error).__name__}: {error}")
+    examined = sum(c.examined for c in compared)
+    findings = tuple(finding for c in compared for finding in c.findings)
+    status = "failed" if findings else "passed" if examined else "vacuous"
+    return Result(**result, status=status, examined=examined, findings=findings)
+
+
+Place = Callable[[tuple[int, ...]], Mapping[str, int]]
+
+
+def differ(what: str, expected: Any, actual: Any, place: Place, bad: Any = None) -> Compared:
+    """Compare two arrays element by element.
+
+    Args:
+        what: the thing compared, for the finding.
+        expected, actual: arrays or tensors of one shape; NaN equals NaN, and +0 equals -0.
+        place: index tuple -> named place.
+        bad: bool array that overrides ``expected != actual``, e.g. for a bound.
+
+    Returns:
+        The number of elements, and one finding for the first difference if there is any.
+    """
+    want, got = _array(expected), _array(actual)
+    if bad is not None:
+        want = np.broadcast_to(want, got.shape)
+    if want.shape != got.shape:
+        return Compared(1, (Finding(f"shape of {what}", {}, str(want.shape), str(got.shape)),))
+    wrong = want != got if bad is None else _array(bad)
+    if bad is None and want.dtype.kind == "f" and wrong.any():
+        wrong &= ~((want != want) & (got != got))
+    if not wrong.any():
+        return Compared(want.size)
+    where = np.argwhere(wrong)
+    first = tuple(int(i) for i in where[0])
+    return Compared(want.size, (Finding(what, place(first), _text(want[first]), _text(got[first]), len(where)),))
+
+
+def differ_bits(what: str, expected: Tensor, actual: Tensor, place: Place) -> Compared:
+    """Compare raw bits, so that NaN payloads and -0.0 count; values are shown beside them."""
+    if same_bits(expected, actual):
+        return Compared(expected.numel())
+    compared = differ(f"{what} bits", bits(expected), bits(actual), place)
+    if not compared.findings or expected.shape != actual.shape:
+        return compared
+    finding = compared.findings[0]
+    first = tuple(torch.nonzero(bits(expected) != bits(actual))[0].tolist())
+    finding = replace(finding, expected=_bits_text(expected[first]), actual=_bits_text(actual[first]))
+    return replace(compared, findings=(finding,))
+
+
+def unchanged_inputs(s: Step, op: str) -> Iterator[Compared]:
+    """One comparison over the ranks of the inputs after the call with those before."""
+    changed = []
+    for rank, call in enumerate(s.calls(op)):
+        if "changed" not in call.info:
+            raise Missing(f"rank {rank} did not finish {op} in step {s.name!r}")
+        changed.append(", ".join(call.info["changed"]) or "nothing")
+    yield differ(f"what {op} changed of its inputs", ["nothing"] * len(changed), changed, axes("rank"))
+
+
+def axes(*names: str) -> Place:
+    """Name the axes of an index tuple."""
+    return lambda index: dict(zip(names, index, strict=True))
+
+
+def _array(value: Any) -> npt.NDArray[Any]:
+    if isinstance(value, Tensor):
+        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    array: npt.NDArray[Any] = np.asarray(value)
+    return array
+
+
+def _bits_text(value: Tensor) -> str:
+    width = value.element_size()
+    return f"{value.item():.9g} (0x{int(bits(value)) % 2 ** (8 * width):0{2 * width}x})"
+
+
+def _text(value: Any) -> str:
+    return f"{value:.9g}" if isinstance(value, np.floating) else str(value)
+
+
+for _module in _MODULES:
+    importlib.import_module(f"{__name__}.{_module}")

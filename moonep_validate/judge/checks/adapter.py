@@ -1,0 +1,109 @@
+"""Does an engine hand MoonEP its tokens, ids and weights as the contract asks, and leave nothing behind?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from moonep_validate.data.problem import PROJECTIONS
+from moonep_validate.judge.checks import Compared, axes, check, differ, differ_bits
+from moonep_validate.judge.facts import Absent, Step
+
+
+def _tokens(s: Step, rank: int) -> int:
+    """Real tokens of a rank, as many as were dispatched at most."""
+    real = int(s.call("layer", rank).info.get("tokens", s.case.S))
+    return min(real, len(s.one("dispatch", rank, "hidden")))
+
+
+@check("I8", "load", needs="full")
+def loaded_bytes(s: Step) -> Iterator[Compared]:
+    """Every rank holds every expert's weights, in expert order, as the checkpoint has them; of B its own ones"""
+    loaded = s.call("load", 0).tensors  # a trace that has travelled keeps no order
+    names = [*PROJECTIONS, *(f"{name}_scale" for name in PROJECTIONS)]
+    for name in (one for one in names if f"local_{one}" in loaded):
+        want = s.tap("load", f"local_{name}").flatten(0, 1)
+        for rank in range(s.case.R):
+            first = rank * s.case.experts_per_rank
+            own = slice(first, first + s.case.experts_per_rank)
+            held = s.one("prefetch", rank, f"local_{name}")
+            due = want[own]
+            if s.layout.num_home_groups == s.case.E:  # own rows as they were before prefetch; U2 looks after that
+                got = s.one("experts", rank, f"weight_{name}")[: s.case.E].clone()
+                got[own], first, held, due = held, 0, got, want
+            place = lambda i: {"rank": rank, "expert": first + i[0], "weight_row": i[1], "weight_column": i[2]}  # noqa: B023, E731
+            yield differ_bits(f"{name} weight", due, held, place)
+
+
+@check("I1", "prepare", needs="digest")
+def padded_tokens(s: Step) -> Iterator[Compared]:
+    """Each rank dispatches its own tokens first, then rows of zero with zero weight"""
+    for rank in range(s.case.R):
+        n = _tokens(s, rank)
+        at = lambda i: {"rank": rank, "token": i[0], "column": i[1]}  # noqa: B023, E731
+        given, sent = s.one("layer", rank, "hidden"), s.one("dispatch", rank, "hidden")
+        yield differ_bits("dispatched token", given[:n], sent[:n], at)
+        pads = lambda i: {"rank": rank, "token": n + i[0], "column": i[1]}  # noqa: B023, E731
+        for name in ("hidden", "topk_weights"):
+            got = s.one("dispatch", rank, name)[n:]
+            yield differ(f"padding {name}", torch.zeros_like(got), got, pads)
+
+
+@check("I2", "prepare")
+def legal_ids(s: Step) -> Iterator[Compared]:
+    """Expert ids and weights arrive as given; an invalid id becomes a legal one of weight zero"""
+    for rank in range(s.case.R):
+        n = _tokens(s, rank)
+        at = lambda i: {"rank": rank, "token": i[0], "k": i[1]}  # noqa: B023, E731
+        ids, got = s.one("layer", rank, "topk_ids")[:n], s.one("dispatch", rank, "topk_ids")
+        valid = (ids >= 0) & (ids < s.case.E)
+        illegal = (got < 0) | (got >= s.case.E)
+        yield differ(f"dispatched expert id, in 0..{s.case.E - 1}", "legal", got, at, bad=illegal)
+        yield differ("dispatched expert id", torch.where(valid, ids, got[:n]), got[:n], at)
+        want = torch.where(valid, s.one("layer", rank, "topk_weights")[:n], 0)
+        yield differ_bits("dispatched route weight", want, s.one("dispatch", rank, "topk_weights")[:n], at)
+
+
+@check("I3", "prepare", needs="digest")
+def counted_ids(s: Step) -> Iterator[Compared]:
+    """tokens_per_expert counts the ids that are dispatched, padding included"""
+    for rank in range(s.case.R):
+        if not s.has("dispatch", "tokens_per_expert"):
+            raise Absent("no engine counted the tokens of this step")
+        want = s.one("dispatch", rank, "topk_ids").flatten().clamp(min=0).long().bincount(minlength=s.case.E)
+        at = lambda i: {"rank": rank, "expert": i[0]}  # noqa: B023, E731
+        yield differ("tokens_per_expert", want, s.one("dispatch", rank, "tokens_per_expert"), at)
+
+
+@check("I4", "prepare")
+def same_capacity(s: Step) -> Iterator[Compared]:
+    """Every rank dispatches into a Buffer of the same capacity"""
+    got = np.array([len(s.one("dispatch", rank, "hidden")) for rank in range(s.case.R)])
+    yield differ("dispatched tokens, against rank 0", np.full(s.case.R, got[0]), got, axes("rank"))
+
+
+@check("I6", "prefetch")
+def prefetch_in_time(s: Step) -> Iterator[Compared]:
+    """Prefetch runs between dispatch and combine, and all three use the same plan"""
+    order = []
+    for rank in range(s.case.R):
+        s.call("layer", rank)  # or this step is no whole pass
+        calls = [call for call in s.trace.calls[rank] if call.step == s.name]
+        ops = [call.op for call in calls if call.op in ("dispatch", "prefetch", "combine")]
+        if "dispatch" not in ops or "combine" not in ops:
+            raise Absent("this step did not get through dispatch and combine")
+        strange = [
+            call.op for call in calls if call.info.get("same_plan") is False and not call.info.get("replay")
+        ]
+        order.append(", ".join(ops) + (f"; {strange[0]} with another plan" if strange else ""))
+    want = np.array(["dispatch, prefetch, combine"] * s.case.R)
+    yield differ("calls in order", want, np.array(order), axes("rank"))
+
+
+@check("I15", "life")
+def nothing_left(s: Step) -> Iterator[Compared]:
+    """Every Buffer that was built has been destroyed when the engine is closed"""
+    got = np.array([call.info["living"] for call in s.calls("buffers")])
+    yield differ("Buffers never destroyed", np.zeros(s.case.R, int), got, axes("rank"))

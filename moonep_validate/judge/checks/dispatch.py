@@ -1,0 +1,76 @@
+"""Did every token arrive, bit for bit, where the build's own plan says?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from moonep_validate.judge.checks import Compared, axes, check, differ, differ_bits, unchanged_inputs
+from moonep_validate.judge.facts import Absent, Step
+from moonep_validate.trace.keep import DIGEST
+
+
+@check("D1", "dispatch", needs="digest")
+def payload(s: Step) -> Iterator[Compared]:
+    """Each planned row holds its token's bits and route weight"""
+    rows, hidden = s.tap("dispatch", "rows"), s.tap("dispatch", "hidden")
+    inside = s.in_range
+    rank, row = torch.from_numpy(s.rank_of[inside]), torch.from_numpy(s.row_of[inside])
+    routes = np.flatnonzero(inside)
+    token = torch.from_numpy(routes // s.case.K)
+
+    def place(i: tuple[int, ...]) -> dict[str, int]:
+        return {**s.route_place(int(routes[i[0]])), **({"column": i[1]} if len(i) > 1 else {})}
+
+    yield differ_bits("hidden", hidden.flatten(0, 1)[token], rows[rank, row], place)
+    if s.has("dispatch", "rows" + DIGEST):  # of all columns, where only some of them are kept
+        given, got = (s.tap("dispatch", name + DIGEST) for name in ("hidden", "rows"))
+        yield differ_bits("digest of hidden", given.flatten(0, 1)[token], got[rank, row], place)
+    if s.has("dispatch", "topk_weights"):
+        want = s.tap("dispatch", "topk_weights").flatten()[torch.from_numpy(routes)]
+        yield differ_bits("route weight", want, s.tap("dispatch", "row_weights")[rank, row], place)
+
+
+@check("D2", "dispatch", needs="digest")
+def zero_padding(s: Step) -> Iterator[Compared]:
+    """Padding rows are zero, with zero weight"""
+    rank, row = np.nonzero(s.in_group & (s.row_route < 0))
+    if not len(rank):
+        raise Absent("no group of this step has padding rows")
+    index = (torch.from_numpy(rank), torch.from_numpy(row))
+
+    def place(i: tuple[int, ...]) -> dict[str, int]:
+        return {"rank": int(rank[i[0]]), "row": int(row[i[0]]), **({"column": i[1]} if len(i) > 1 else {})}
+
+    for name in ("rows", "rows" + DIGEST, "row_weights"):
+        if s.has("dispatch", name):
+            got = s.tap("dispatch", name)[index]
+            yield differ_bits(f"padding {name}", torch.zeros_like(got), got, place)
+
+
+@check("A1", "dispatch")
+def aliasing(s: Step) -> Iterator[Compared]:
+    """zero_copy returns the Buffer's own rows, and only that does"""
+    is_view = [call.info.get("is_view") for call in s.calls("dispatch")]
+    if None in is_view:
+        raise Absent("this Buffer has no view of its rows to compare with")
+    want = np.full(s.case.R, bool(s.info("dispatch", "zero_copy", False)))
+    yield differ("rows are the Buffer's own", want, np.array(is_view), axes("rank"))
+
+
+@check("A2", "dispatch")
+def replay_form(s: Step) -> Iterator[Compared]:
+    """A replay returns the plan it was given, and no cu_seqlens"""
+    if not s.info("dispatch", "replay", False):
+        raise Absent("this step replays no plan")
+    for key, what in (("same_plan", "the same plan object"), ("no_cu_seqlens", "None as cu_seqlens")):
+        got = np.array([call.info.get(key) for call in s.calls("dispatch")])
+        yield differ(f"replay returns {what}", np.ones(s.case.R, bool), got, axes("rank"))
+
+
+@check("U1", "dispatch", needs="digest")
+def inputs(s: Step) -> Iterator[Compared]:
+    """Dispatch leaves its inputs as they are"""
+    yield from unchanged_inputs(s, "dispatch")

@@ -1,0 +1,120 @@
+"""Is every expert row right, given the rows and weights that the experts were really given?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moonep_validate.cases.layout import Bools, Ints
+from moonep_validate.data.problem import PROJECTIONS
+from moonep_validate.formats import mxfp4
+from moonep_validate.judge.checks import Compared, axes, check, differ, unchanged_inputs
+from moonep_validate.judge.checks.identity import said_of
+from moonep_validate.judge.facts import Absent, Step
+from moonep_validate.judge.oracle.activation import activation_of
+from moonep_validate.judge.oracle.bounds import within
+from moonep_validate.judge.oracle.dense import grouped_rows
+
+
+@check("P1", "experts", needs="columns")
+def expert_rows(s: Step) -> Iterator[Compared]:
+    """Each row equals the float64 expert on its input"""
+    for rank in range(s.case.R):  # present on every rank, or this check did not run
+        s.one("experts", rank, "out")
+    for rank in range(s.case.R):
+        yield _rank_rows(s, rank)
+
+
+def _rank_rows(s: Step, rank: int) -> Compared:
+    exact = s.case.fill.name == "ints"
+    given, row_weights, out = (s.one("experts", rank, name) for name in ("rows", "row_weights", "out"))
+    rows, index, group = _places(s, rank)
+    weights = stored_weights(s, rank)
+    activation = activation_of(s.case.model)
+    values = decoded_weights(weights)
+    want, variance = grouped_rows(given[index], group, values, row_weights[index], exact, s.rounds, activation)
+    got = out[index].double()
+
+    def place(i: tuple[int, ...]) -> dict[str, int]:
+        return {**_row_place(s, rank, int(rows[i[0]]), int(group[i[0]])), "column": i[1]}
+
+    bad = None if exact else ~within(want, got, variance)
+    compared = differ("expert output", want, got, place, bad=bad)
+    if not compared.findings:
+        return compared
+    wrong = want != got if bad is None else bad
+    first = int(torch.nonzero(wrong & ~(want.isnan() & got.isnan()))[0, 0])
+    known = s.has_call("dispatch", rank) and not s.has("experts", "sample")  # else groups have other numbers
+    names = s.group_expert[rank] if known else np.full(len(values[0]), -1)
+    row = given[index[first]], row_weights[index[first]], got[first]
+    return compared.noting(said_of(s.case.model, row, int(group[first]), weights, names, exact, s.rounds))
+
+
+def _places(s: Step, rank: int) -> tuple[Ints, Tensor, Tensor]:
+    """Rows to judge, where they are in the recorded tensors, and the group of each in the recorded weights."""
+    if s.has("experts", "sample"):  # see composed.py: some rows are kept whole, with the weights of their groups
+        sample = s.one("experts", rank, "sample").numpy()
+        real = torch.from_numpy(_occupied(s, rank)[sample])
+        return sample[real.numpy()], torch.nonzero(real)[:, 0], s.one("experts", rank, "sample_group")[real]
+    rows = np.flatnonzero(_occupied(s, rank))
+    if s.has_call("dispatch", rank):
+        group = s.row_group[rank, rows]
+    else:
+        group = np.searchsorted(s.one("experts", rank, "cu_seqlens").numpy(), rows, side="right")
+    return rows, torch.from_numpy(rows), torch.from_numpy(group)
+
+
+def _occupied(s: Step, rank: int) -> Bools:
+    """Which rows count: bool ``[NvS]``; where no dispatch says it, the call of the experts does."""
+    if s.has_call("dispatch", rank):
+        occupied: Bools = s.row_route[rank] >= 0
+        return occupied
+    return s.one("experts", rank, "valid").numpy()
+
+
+def _row_place(s: Step, rank: int, row: int, group: int) -> dict[str, int]:
+    if s.has_call("dispatch", rank):
+        return s.row_place(rank, row)
+    return {"rank": rank, "row": row, "group": group}
+
+
+def stored_weights(s: Step, rank: int) -> list[Tensor]:
+    """gate, up and down as the experts were given them, then their scales if they are packed."""
+    names = [f"weight_{name}" for name in PROJECTIONS]
+    packed = f"{names[0]}_scale" in s.call("experts", rank).tensors
+    names += [f"{name}_scale" for name in names] if packed else []
+    return [s.one("experts", rank, name) for name in names]
+
+
+def decoded_weights(weights: Sequence[Tensor]) -> list[Tensor]:
+    """gate, up and down as numbers."""
+    count = len(PROJECTIONS)
+    if len(weights) == count:
+        return list(weights)
+    return [mxfp4.decode(*pair) for pair in zip(weights[:count], weights[count:], strict=True)]
+
+
+@check("P2", "experts", needs="full")
+def inputs(s: Step) -> Iterator[Compared]:
+    """The experts leave rows, route weights, groups and weights as they are, padding and tail included"""
+    _ours(s)
+    yield from unchanged_inputs(s, "experts")
+
+
+@check("P3", "experts", needs="full")
+def shapes(s: Step) -> Iterator[Compared]:
+    """The output has one BF16 row per row of the buffer"""
+    _ours(s)
+    for rank in range(s.case.R):
+        want, got = (s.one("experts", rank, name) for name in ("rows", "out"))
+        said = [f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in (want, got)]
+        yield differ(f"shape and dtype of the expert output at rank {rank}", said[:1], said[1:], axes("tensor"))
+
+
+def _ours(s: Step) -> None:
+    """Engines compute in a call of their own; what it does to its inputs and its shape is theirs."""
+    if "changed" not in s.call("experts", 0).info and not s.call("experts", 0).error:
+        raise Absent("the experts of this step are called by an engine")

@@ -1,0 +1,65 @@
+"""Did each read see the generation that the contract promises? The stamps of leases.py, judged.
+
+A stamp that is too old, too new or half written proves that a rank read before or after it was allowed to, whether
+or not the data it read happened to be right. Builds that stamp nothing are not judged here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from moonep_validate.judge.checks import Compared, check, differ
+from moonep_validate.judge.facts import Absent, Step, Undecided
+
+
+@check("H1", "dispatch")
+def rows_read(s: Step) -> Iterator[Compared]:
+    """Rows are read after every rank's dispatch has ended, and before the next begins"""
+    yield from _reads(s, "dispatch")
+
+
+@check("H2", "experts")
+def views_read(s: Step) -> Iterator[Compared]:
+    """Experts read the rows and slots of their own step"""
+    yield from _reads(s, "experts")
+
+
+@check("H3", "combine")
+def sums_read(s: Step) -> Iterator[Compared]:
+    """A rank's sums are read after it has made them, and before it makes the next"""
+    yield from _reads(s, "combine")
+
+
+def _reads(s: Step, op: str) -> Iterator[Compared]:
+    """All reads of one operation: the stamps of each writer, begin and end, before and after."""
+    reads = [(rank, read) for rank, call in enumerate(s.calls(op)) for read in _of(s, call.info, rank, op)]
+    if not reads:
+        raise Absent(f"nothing is leased to {op} in this step")
+    writers = [(rank, read, writer) for rank, read in reads for writer in read["writers"]]
+    got = np.array([[*read["before"][writer], *read["after"][writer]] for _, read, writer in writers])
+    want = np.repeat(np.array([read["generation"] for _, read, _ in writers])[:, None], 4, axis=1)
+
+    def place(i: tuple[int, ...]) -> dict[str, Any]:
+        reader, read, writer = writers[i[0]]
+        moment = ("begun, before", "ended, before", "begun, after", "ended, after")[i[1]] + " the read"
+        return {
+            "rank": reader,
+            "lease": f"{read['area']} of rank {read['owner']}",
+            "writer": writer,
+            "when": moment,
+        }
+
+    yield differ("generation of a lease", want, got, place)
+
+
+def _of(s: Step, info: dict[str, Any], rank: int, op: str) -> list[dict[str, Any]]:
+    if "leases" not in info:
+        raise Absent("this Buffer does not stamp its leases")
+    reads: list[dict[str, Any]] = info["leases"]
+    if any(read["before"] is None or read["after"] is None for read in reads):
+        reason = f"rank {rank} could not read the stamps of its {op}: its peers' memory is not mapped"
+        raise Undecided(reason) if s.case.scenario.name == "nemesis" else Absent(reason)
+    return reads

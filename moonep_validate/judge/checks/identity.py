@@ -1,0 +1,86 @@
+"""Whose row is it? A wrong expert row is compared with what usual mistakes give, so that a finding says which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from moonep_validate.cases.case import Spec
+from moonep_validate.cases.layout import Ints
+from moonep_validate.data.problem import PROJECTIONS
+from moonep_validate.formats import mxfp4
+from moonep_validate.judge.oracle.activation import SILU, SITU, Activation, activation_of
+from moonep_validate.judge.oracle.bounds import within
+from moonep_validate.judge.oracle.dense import expert_rows
+
+_Guess = tuple[str, Sequence[Tensor], Tensor, Activation]
+_LOW = 15
+
+
+def said_of(
+    model: Spec,
+    row: tuple[Tensor, Tensor, Tensor],
+    group: int,
+    weights: Sequence[Tensor],
+    experts: Ints,
+    exact: bool,
+    rounds: Sequence[str],
+) -> str:
+    """A remark for a finding: the first mistake that gives this very row, or nothing.
+
+    Args:
+        model: of the case.
+        row: input ``[H]``, route weight, and the output ``[H]`` float64 that came.
+        group: of the row.
+        weights: of all groups, with scales if packed.
+        experts: expert of each group, -1 where that is not known.
+        exact, rounds: see ``oracle.dense.gated_mlp``.
+    """
+    x, route_weight, got = row
+    for text, mine, factor, activation in _guesses(model, route_weight, group, weights, experts):
+        want, variance = expert_rows(x[None], mine, factor[None], exact, rounds, activation)
+        if bool((want[0] == got).all() if exact else within(want[0], got, variance[0]).all()):
+            return f"; it is the row {text}"
+    return ""
+
+
+def _guesses(
+    model: Spec, route_weight: Tensor, group: int, weights: Sequence[Tensor], experts: Ints
+) -> Iterator[_Guess]:
+    """What might have been computed instead, the most special first."""
+    activation, one = activation_of(model), torch.ones_like(route_weight)
+    mine = _values(weights, group)
+    yield "with the route weight applied twice", mine, route_weight**2, activation
+    yield "without its route weight", mine, one, activation
+    yield "with gate and up in each other's place", [mine[1], mine[0], mine[2]], route_weight, activation
+    yield "with the other activation of SiLU and SiTU", mine, route_weight, SITU if activation is SILU else SILU
+    if len(weights) > len(PROJECTIONS):
+        yield "with the nibbles of each byte exchanged", _exchanged(weights, group), route_weight, activation
+        for other in range(len(weights[0])):
+            if other != group:
+                what = f"with the scales of {_name(other, experts)}"
+                yield what, _values(weights, group, other), route_weight, activation
+    for other in range(len(weights[0])):
+        if other != group:
+            yield f"of {_name(other, experts)}", _values(weights, other), route_weight, activation
+
+
+def _name(group: int, experts: Ints) -> str:
+    return f"group {group}" + (f", expert {experts[group]}" if experts[group] >= 0 else "")
+
+
+def _values(weights: Sequence[Tensor], group: int, scales: int | None = None) -> list[Tensor]:
+    """One group's gate, up and down as numbers; packed ones under the scales of another group if that is given."""
+    count = len(PROJECTIONS)
+    if len(weights) == count:
+        return [weight[group] for weight in weights]
+    source = group if scales is None else scales
+    return [mxfp4.decode(w[group], s[source]) for w, s in zip(weights[:count], weights[count:], strict=True)]
+
+
+def _exchanged(weights: Sequence[Tensor], group: int) -> list[Tensor]:
+    count = len(PROJECTIONS)
+    pairs = zip(weights[:count], weights[count:], strict=True)
+    return [mxfp4.decode((w[group] & _LOW) << 4 | w[group] >> 4, s[group]) for w, s in pairs]

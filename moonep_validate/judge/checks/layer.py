@@ -1,0 +1,76 @@
+"""Is the whole layer the dense mixture of experts, without any knowledge of the plan?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moonep_validate.cases.layout import Ints
+from moonep_validate.data.problem import PROJECTIONS
+from moonep_validate.formats import mxfp4
+from moonep_validate.judge.checks import Compared, Place, axes, check, differ, differ_bits
+from moonep_validate.judge.facts import Absent, Missing, Step
+from moonep_validate.judge.oracle.activation import activation_of
+from moonep_validate.judge.oracle.bounds import within
+from moonep_validate.judge.oracle.dense import dense_layer
+
+
+@check("I16", "layer", needs="digest")
+def real_rows(s: Step) -> Iterator[Compared]:
+    """The output is the first rows of what combine returned"""
+    rank, token = np.nonzero(s.real)
+    index = torch.from_numpy(rank), torch.from_numpy(token)
+    combined, out = s.tap("combine", "hidden"), s.tap("layer", "out")
+    if not len(rank):
+        raise Absent("no rank has a token in this step")
+    dtypes = [str(s.one("layer", of, "out").dtype) for of in range(s.case.R)]  # those of one tap are made the same
+    yield differ("dtype of the layer output", [str(combined.dtype)] * s.case.R, dtypes, axes("rank"))
+    yield differ_bits("layer output", combined[index], out[index].to(combined.dtype), _place(rank, token))
+
+
+@check("M1", "layer", needs="full")
+def dense_reference(s: Step) -> Iterator[Compared]:
+    """The output equals the dense float64 reference"""
+    rank, token = np.nonzero(s.real)
+    index = torch.from_numpy(rank), torch.from_numpy(token)
+    hidden, ids, route_weights, got = (
+        s.tap("layer", name)[index] for name in ("hidden", "topk_ids", "topk_weights", "out")
+    )
+    if not len(rank):
+        raise Absent("no rank has a token in this step")
+    route_weights = torch.where(ids < 0, 0, route_weights)  # an invalid route counts for nothing (I2)
+    if s.info("layer", "marked", False):  # the slots' down projection changed its sign: so does what they compute
+        route_weights = torch.where(torch.from_numpy(s.in_slot[rank, token]), -route_weights, route_weights)
+    weights = [_weight(s, name) for name in PROJECTIONS]
+    exact = s.case.fill.name == "ints"
+    place = _rank_of(s, rank, token)
+    activation = activation_of(s.case.model)
+    want, variance = dense_layer(
+        hidden, ids.clamp(min=0), route_weights, weights, place, exact, s.rounds, activation
+    )
+    bad = None if exact else ~within(want, got.double(), variance)
+    yield differ("layer output", want, got.double(), _place(rank, token), bad=bad)
+
+
+def _weight(s: Step, name: str) -> Tensor:
+    """One projection of all experts as numbers: ``[E, rows, columns]``."""
+    weight = s.tap("load", f"local_{name}").flatten(0, 1)
+    if not s.has_scales:
+        return weight
+    return mxfp4.decode(weight, s.tap("load", f"local_{name}_scale").flatten(0, 1))
+
+
+def _place(rank: Ints, token: Ints) -> Place:
+    """Index of a real token and column -> where it is."""
+    return lambda i: {"rank": int(rank[i[0]]), "token": int(token[i[0]]), "column": i[1]}
+
+
+def _rank_of(s: Step, rank: Ints, token: Ints) -> Tensor | None:
+    """Where each route was computed, if known: partial sums are rounded once per destination rank."""
+    try:
+        return torch.from_numpy(s.rank_of[rank, token])
+    except (Missing, IndexError):
+        return None

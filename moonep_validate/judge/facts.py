@@ -1,0 +1,293 @@
+"""What follows from the calls of one step? All ranks lined up, with derived facts that checks share.
+
+Routes have the axes ``[R, S, K]``; ranks' own things have the leading axis ``[R]``. Integers are numpy int64,
+payloads are torch tensors. A fact that needs a tap which the trace lacks raises ``Missing``: nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moonep_validate.cases.case import Case
+from moonep_validate.cases.layout import Bools, Ints, Layout
+from moonep_validate.judge.oracle.plan import Plan
+from moonep_validate.trace.trace import Call, Relation, Trace
+
+
+class Missing(LookupError):
+    """A tap that this step should have and has not."""
+
+
+class Absent(Missing):
+    """A tap of an operation that no rank called in this step: what needs it does not apply."""
+
+
+class Undecided(LookupError):
+    """The trace does not show whether the promise was kept: the answer is unknown, and no pass."""
+
+
+class Step:
+    """One call group over all ranks.
+
+    Args:
+        trace: the trace.
+        name: the step.
+        siblings: all steps of the trace by name, this one among them.
+    """
+
+    def __init__(self, trace: Trace, name: str, siblings: Mapping[str, Step] | None = None) -> None:
+        self.trace, self.name, self.siblings = trace, name, {} if siblings is None else siblings
+        self.case: Case = trace.case
+        self._taps: dict[tuple[str, str], Tensor] = {}
+        self.oracle_plan: Plan | None = None  # filled by the first check that asks
+        self._calls: list[Mapping[str, Call]] = [
+            {call.op: call for call in calls if call.step == name} for calls in trace.calls
+        ]
+
+    def call(self, op: str, rank: int) -> Call:
+        """One rank's call of this step; ``load`` is the one of the layer that the step used."""
+        call = self._load(rank) if op == "load" else self._calls[rank].get(op)
+        if call is None:
+            kind = Missing if op in self.ops() else Absent
+            raise kind(f"rank {rank} made no {op} call in step {self.name!r}")
+        return call
+
+    def has_call(self, op: str, rank: int) -> bool:
+        """Whether a rank made a call in this step."""
+        return op in self._calls[rank]
+
+    def _load(self, rank: int) -> Call | None:
+        layer = self.call("layer", rank).info.get("layer", 0)
+        loads = [call for call in self.trace.calls[rank] if call.op == "load" and call.info.get("layer") == layer]
+        return loads[0] if loads else None
+
+    def calls(self, op: str) -> list[Call]:
+        """The calls of all ranks, in rank order."""
+        return [self.call(op, rank) for rank in range(self.case.R)]
+
+    def info(self, op: str, key: str, default: Any = None) -> Any:
+        """JSON data of rank 0's call; the scenario is the same on every rank."""
+        return self.call(op, 0).info.get(key, default)
+
+    def ops(self) -> list[str]:
+        """Operations that any rank called in this step."""
+        return list(dict.fromkeys(op for calls in self._calls for op in calls))
+
+    def has(self, op: str, name: str) -> bool:
+        """Whether every rank recorded a tensor."""
+        return all(name in calls[op].tensors if op in calls else False for calls in self._calls)
+
+    def one(self, op: str, rank: int, name: str) -> Tensor:
+        """One recorded tensor of one rank, whose shape may differ from those of the others.
+
+        Raises:
+            Missing: if the rank did not record it.
+        """
+        call = self.call(op, rank)
+        if name not in call.tensors:
+            reason = f" ({call.error['type']}: {call.error['message']})" if call.error else ""
+            raise Missing(f"rank {rank} has no {op}.{name} in step {self.name!r}{reason}")
+        return call.tensors[name]
+
+    def tap(self, op: str, name: str) -> Tensor:
+        """One recorded tensor of all ranks: ``[R, ...]``; shared by all checks, so not to be changed.
+
+        Raises:
+            Missing: if a rank did not record it.
+        """
+        if (op, name) in self._taps:
+            return self._taps[op, name]
+        tensors = [self.one(op, rank, name) for rank in range(self.case.R)]
+        shapes = {tuple(tensor.shape) for tensor in tensors}
+        if len(shapes) > 1:
+            raise Missing(f"{op}.{name} has different shapes on the ranks: {sorted(shapes)}")
+        self._taps[op, name] = torch.stack(tensors)
+        return self._taps[op, name]
+
+    def ints(self, op: str, name: str) -> Ints:
+        """An integer tap as numpy int64."""
+        return self.tap(op, name).numpy().astype(np.int64)
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether the layer's weights were loaded as packed codes with scales."""
+        return "local_gate_scale" in self.call("load", 0).tensors
+
+    @property
+    def rounds(self) -> tuple[str, ...]:
+        """Rounding points of the experts beyond those of the reference, as their part declares them."""
+        return self.trace.parts["experts"].rounds
+
+    def relations(self) -> list[tuple[Relation, Step]]:
+        """Promises that this step makes, each with its base step."""
+        made = [relation for relation in self.trace.relations if relation.step == self.name]
+        return [(relation, self.sibling(relation.base)) for relation in made]
+
+    def sibling(self, name: str) -> Step:
+        """Another step of the same trace."""
+        return self.siblings.get(name) or Step(self.trace, name)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The geometry that this step was really dispatched with; an engine chooses its own capacity S.
+
+        A session that was opened with another slot count than the case says so.
+
+        Raises:
+            Missing: if the ranks dispatched different numbers of tokens.
+        """
+        layout = Layout.of(self.case)
+        opened = self._calls[0]["dispatch"].info.get("slots") if "dispatch" in self._calls[0] else None
+        if opened is not None and opened != layout.num_slots:
+            layout = replace(layout, slots=opened)
+        given = [calls["dispatch"].tensors.get("hidden") for calls in self._calls if "dispatch" in calls]
+        if not given or any(tensor is None for tensor in given):
+            return layout
+        sizes = {len(tensor) for tensor in given if tensor is not None}
+        if len(sizes) > 1:
+            raise Missing(f"the ranks dispatched different numbers of tokens: {sorted(sizes)}")
+        return replace(layout, S=sizes.pop())
+
+    @cached_property
+    def real(self) -> Bools:
+        """Tokens that the layer was given, on an engine without the padding up to S: bool ``[R, S]``."""
+        counts = [call.info.get("tokens", self.case.S) for call in self.calls("layer")]
+        real: Bools = np.arange(self.case.S) < np.array(counts)[:, None]
+        return real
+
+    @cached_property
+    def topk(self) -> Ints:
+        """Expert of each route: ``[R, S, K]``."""
+        return self.ints("dispatch", "topk_ids").reshape(self.case.R, self.layout.S, self.case.K)
+
+    @cached_property
+    def dst(self) -> Ints:
+        """The plan's encoded destinations: ``[R, S, K]``."""
+        return self.ints("dispatch", "dst").reshape(self.case.R, self.layout.S, self.case.K)
+
+    @cached_property
+    def raw(self) -> Ints:
+        """Decoded destinations, rank * NvS + row: ``[R, S, K]``."""
+        return np.where(self.dst < 0, -self.dst - 1, self.dst)
+
+    @cached_property
+    def num_rows(self) -> int:
+        """NvS of the build, from the rows it returned (its rounding is the build's choice)."""
+        return self.tap("dispatch", "rows").shape[1]
+
+    @cached_property
+    def rank_of(self) -> Ints:
+        """Destination rank of each route: ``[R, S, K]``."""
+        return self.raw // self.num_rows
+
+    @cached_property
+    def row_of(self) -> Ints:
+        """Destination row of each route on its rank: ``[R, S, K]``."""
+        return self.raw % self.num_rows
+
+    @cached_property
+    def in_range(self) -> Bools:
+        """Whether each route's destination rank exists: bool ``[R, S, K]``."""
+        return (self.rank_of >= 0) & (self.rank_of < self.case.R)
+
+    @cached_property
+    def cu_seqlens(self) -> Ints:
+        """Inclusive padded end of each group: ``[R, G]``."""
+        return self.ints("dispatch", "cu_seqlens")
+
+    @cached_property
+    def copies(self) -> Ints:
+        """``experts_to_copy`` as each rank sees its own slots: ``[R, slots]``."""
+        everybody = self.ints("dispatch", "experts_to_copy")
+        return everybody[np.arange(self.case.R), np.arange(self.case.R)]
+
+    @cached_property
+    def group_expert(self) -> Ints:
+        """Expert of each group, -1 for an unused slot: ``[R, G]``."""
+        return self.layout.group_experts(self.copies)
+
+    @cached_property
+    def row_group(self) -> Ints:
+        """Group of each row of each rank: ``[R, NvS]``; G for rows after the last group."""
+        rows = np.arange(self.num_rows)
+        return np.stack([np.searchsorted(cu, rows, side="right") for cu in self.cu_seqlens])
+
+    @cached_property
+    def row_expert(self) -> Ints:
+        """Expert that each row of each rank is computed with: ``[R, NvS]``, -1 where none is."""
+        none = np.full((self.case.R, 1), -1)
+        return np.take_along_axis(np.concatenate([self.group_expert, none], axis=1), self.row_group, axis=1)
+
+    @cached_property
+    def in_group(self) -> Bools:
+        """Whether each row lies inside a group: ``[R, NvS]``; the rows after the last group are undefined."""
+        inside: Bools = self.row_group < self.cu_seqlens.shape[1]
+        return inside
+
+    @cached_property
+    def row_route(self) -> Ints:
+        """Route ``(rank * S + token) * K + k`` that occupies each row: ``[R, NvS]``, -1 for none."""
+        routes = np.full((self.case.R, self.num_rows), -1)
+        inside = self.in_range
+        routes[self.rank_of[inside], self.row_of[inside]] = np.flatnonzero(inside)
+        return routes
+
+    @cached_property
+    def group_rows(self) -> Ints:
+        """Routes whose row lies in each group: ``[R, G]``."""
+        groups = self.cu_seqlens.shape[1]
+        rank, row = self.rank_of[self.in_range], self.row_of[self.in_range]
+        flat = rank * (groups + 1) + self.row_group[rank, row]
+        return np.bincount(flat, minlength=self.case.R * (groups + 1)).reshape(self.case.R, -1)[:, :groups]
+
+    @cached_property
+    def alloc(self) -> Ints:
+        """Routes of each expert that each rank computes: ``[E, R]``."""
+        flat = (self.topk * self.case.R + self.rank_of)[self.in_range]
+        return np.bincount(flat, minlength=self.case.E * self.case.R).reshape(self.case.E, self.case.R)
+
+    @cached_property
+    def is_duplicate(self) -> Bools:
+        """Whether an earlier k of the same token goes to the same rank: ``[R, S, K]``."""
+        same = self.rank_of[..., :, None] == self.rank_of[..., None, :]
+        duplicate: Bools = np.tril(same, -1).any(axis=-1)
+        return duplicate
+
+    @cached_property
+    def in_slot(self) -> Bools:
+        """Whether each route is computed from a redundant slot: ``[R, S, K]``."""
+        rank = np.where(self.in_range, self.rank_of, 0)
+        inside: Bools = self.row_group[rank, self.row_of] >= self.layout.num_home_groups
+        return inside
+
+    def route_place(self, route: int) -> dict[str, int]:
+        """Where a route comes from and goes to, for findings."""
+        source, token, k = np.unravel_index(route, self.raw.shape)
+        return {
+            "rank": int(self.rank_of[source, token, k]),
+            "row": int(self.row_of[source, token, k]),
+            "source_rank": int(source),
+            "token": int(token),
+            "k": int(k),
+            "expert": int(self.topk[source, token, k]),
+        }
+
+    def row_place(self, rank: int, row: int) -> dict[str, int]:
+        """The same for a row; only rank and row where no route occupies it."""
+        route = self.row_route[rank, row]
+        return self.route_place(int(route)) if route >= 0 else {"rank": rank, "row": row}
+
+
+def steps_of(trace: Trace) -> dict[str, Step]:
+    """All steps of a trace in order; they share what one derives for another."""
+    steps: dict[str, Step] = {}
+    for name in trace.steps():
+        steps[name] = Step(trace, name, steps)
+    return steps

@@ -1,0 +1,1 @@
+"""Which calls are made: SPMD scripts over a rig, and what they promise between steps."""

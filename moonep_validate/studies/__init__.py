@@ -1,0 +1,1 @@
+"""Loops over the pipeline: shrink, search, mutate, false alarms, races, benchmarks."""

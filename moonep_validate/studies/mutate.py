@@ -1,0 +1,320 @@
+"""Can the suite fail? Every known fault is seeded into a subject, and the suite has to find each.
+
+A fault is killed if a case fails by a check that is about the fault's contract: a crash counts only where crashing
+is what the fault does. It is located if the first finding is at the fault's own stage. A check that no fault makes
+fail is as bad as a fault that survives: nobody knows whether it can.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache, partial
+from statistics import median
+from typing import Any, TypeVar
+
+from moonep_validate.cases.case import Case, CaseError, Spec
+from moonep_validate.cases.profiles import default_profile, for_generations, profile
+from moonep_validate.faults import FAULTS, Fault
+from moonep_validate.judge.checks import CHECKS
+from moonep_validate.judge.checks.relations import PROMISES
+from moonep_validate.judge.verdict import STAGES, Result, Verdict
+from moonep_validate.pipeline.engine import Job, run_case, subject_of
+from moonep_validate.studies.shrink import shrink
+
+T = TypeVar("T")
+_OF_ENGINES = ("load", "prepare", "experts", "layer")
+#: No fault may need more cases than this.
+MOST_CASES = 50
+#: And of an engine's cases, a fault that it may not be able to show gets no more than these.
+_CASES_FOR_OPTIONAL = 16
+#: Seconds of silence after which a rank of the reference hangs; its cases take a fraction of one.
+DEADLINE = 2.0
+#: Checks of what an engine, or another caller, does around a Buffer: no fault of a Buffer makes them fail. M2 is
+#: about how the reference's own parts are put together.
+OF_CALLERS = ("I1", "I2", "I3", "I4", "I6", "I11", "I15", "I16", "M2", "W4")
+#: Checks of cases that run on GPUs only, and are in no list of cases here.
+ON_GPUS = ("V20",)
+
+
+@dataclass
+class Outcome:
+    """What became of one fault.
+
+    Attributes:
+        id, bugs, own_stage: of the fault.
+        status: ``killed``, ``survived``, ``crashed`` (only an accident was seen), ``not_exercised`` (it changed no
+            recorded byte in any case) or ``not_run``.
+        check, stage: the first finding.
+        checks: every check that failed in the killing case.
+        cases, seconds: spent until then.
+        case: the killing case.
+        shrunk: the smallest case that fails in the same way, where asked for.
+        optional: the subject may have no way to show it: a fault of a bare Buffer's calls, on an engine.
+    """
+
+    id: str
+    bugs: str
+    own_stage: str
+    status: str = "not_run"
+    check: str = ""
+    stage: str = ""
+    checks: list[str] = field(default_factory=list)
+    cases: int = 0
+    seconds: float = 0.0
+    case: str = ""
+    shrunk: str = ""
+    optional: bool = False
+
+    @property
+    def killed(self) -> bool:
+        """Whether the suite found it."""
+        return self.status == "killed"
+
+    @property
+    def located(self) -> bool:
+        """Whether the first finding was at the fault's own stage."""
+        return self.killed and self.stage == self.own_stage
+
+    @property
+    def gates(self) -> bool:
+        """Whether it counts: not if the subject could not show it."""
+        return not (self.optional and self.status == "not_exercised")
+
+    @property
+    def late(self) -> bool:
+        """Whether the first finding was at a later stage than the fault's own."""
+        return self.killed and STAGES.index(self.stage) > STAGES.index(self.own_stage)
+
+    def to_json(self) -> dict[str, Any]:
+        """The outcome as JSON data."""
+        return {**asdict(self), "killed": self.killed, "located": self.located, "bugs": self.bugs.split()}
+
+
+def _here(job: Job, fault: Fault) -> bool:
+    """Whether a fault can show where the job runs."""
+    return job.device == "cuda" or not fault.needs_gpu
+
+
+def chosen(job: Job, ids: Sequence[str] = (), kinds: Sequence[str] = ()) -> list[Fault]:
+    """The faults that a subject can host, all or those asked for.
+
+    Raises:
+        CaseError: for an id or a kind that no fault has.
+    """
+    for text in ids:
+        if Spec.parse(text).name not in FAULTS:
+            raise CaseError(f"unknown fault {text!r}; `moonep-validate mutate` lists all of them")
+    known = {bug for fault in FAULTS.values() for bug in fault.bugs.split()}
+    for kind in kinds:
+        if kind not in known:
+            raise CaseError(f"--kind {kind}: no fault stands for it; known: {', '.join(sorted(known))}")
+    hosted = [
+        fault
+        for fault in FAULTS.values()
+        if ids or ((fault.for_engine is None or fault.for_engine == bool(job.engine)) and _here(job, fault))
+    ]
+    named = [fault for fault in hosted if not ids or fault.id in ids]
+    return [fault for fault in named if not kinds or set(kinds) & set(fault.bugs.split())]
+
+
+def case_list(job: Job, most: int | None = MOST_CASES) -> list[Case]:
+    """The cases that faults are tried on, cheap ones first.
+
+    First one of each scenario and format, then one for each event that cases claim, then the rest in turns.
+    """
+    generations = (job.generation,) if job.generation else ("B",)
+    listed = for_generations(profile(default_profile(job.engine or "reference")), generations)
+    listed += [] if job.generation else [case for case in profile("default") if case.generation == "A"]
+    supports = subject_of(job).supports
+    groups: dict[str, list[Case]] = {}
+    for case in sorted((case for case in listed if supports(case) is None), key=_cost):
+        groups.setdefault(f"{case.scenario} {case.format}", []).append(case)
+    turns = range(max((len(group) for group in groups.values()), default=0))
+    ordered = [group[turn] for turn in turns for group in groups.values() if turn < len(group)]
+    events = {event: case for case in reversed(ordered) for event in case.witnesses}
+    return list(dict.fromkeys([*ordered[: len(groups)], *events.values(), *ordered]))[:most]
+
+
+def _cost(case: Case) -> tuple[bool, int]:
+    """Cases with batches in flight come last: they find many faults, but late, where the damage shows."""
+    work = case.R * case.S * case.K * case.H + case.E * case.I * case.H
+    return case.scenario.name == "nemesis", work
+
+
+def try_fault(job: Job, fault: str, cases: Sequence[Case], shrink_seconds: float = 0.0) -> Outcome:
+    """Seed one fault and run cases until one kills it.
+
+    Args:
+        job: the subject, without faults.
+        fault: its id, with parameters if any.
+        cases: in the order in which they are tried.
+        shrink_seconds: time to look for the smallest case that kills it in the same way.
+    """
+    spec = Spec.parse(fault)
+    known = FAULTS[spec.name]
+    outcome = Outcome(str(spec), known.bugs, known.stage, optional=bool(job.engine) and not known.for_engine)
+    faulty, start, exercised = replace(job, faults=(spec,)), time.monotonic(), False
+    for case in cases[:_CASES_FOR_OPTIONAL] if outcome.optional else cases:
+        trace, verdict = run_case(replace(faulty, waivers=""), case, exercised=False)
+        if verdict.status == "not_run":
+            continue
+        outcome.cases += 1
+        if (first := _kills(verdict, known)) is not None:
+            outcome.status, outcome.case = "killed", str(case)
+            outcome.check, outcome.stage = first.check, first.stage
+            outcome.checks = sorted(
+                {r.check for r in verdict.results if r.gates and r.status in ("failed", "hung")}
+            )
+            break
+        if verdict.first is not None:
+            outcome.status = "crashed"
+        elif not exercised:
+            exercised = _clean_digest(job, case) != trace.digest()
+    if outcome.status == "not_run" and outcome.cases:
+        outcome.status = "survived" if exercised else "not_exercised"
+    outcome.seconds = time.monotonic() - start
+    if outcome.killed and shrink_seconds:
+        smallest = shrink(Case.parse(outcome.case), lambda one: run_case(faulty, one)[1], shrink_seconds)
+        outcome.shrunk = str(smallest.case)
+    return outcome
+
+
+@lru_cache(maxsize=MOST_CASES)
+def _clean_digest(job: Job, case: Case) -> str:
+    """What a case records without a fault."""
+    return run_case(job, case)[0].digest()
+
+
+def _kills(verdict: Verdict, fault: Fault) -> Result | None:
+    """The first finding, if it is about the contract and no accident."""
+    first = verdict.first
+    if first is None or first.status == "unknown" or (first.check == "F1" and not fault.crashes):
+        return None
+    return first
+
+
+def mutate(job: Job, faults: Sequence[str], shrink_seconds: float = 0.0, workers: int = 2) -> Iterator[Outcome]:
+    """Seed every fault in turn; yields outcomes as they come.
+
+    An engine has defects of its own: cases that it fails without a fault say nothing about faults.
+    """
+    cases = case_list(job)
+    if job.engine:
+        cases = [case for case in cases if run_case(job, case)[1].status == "passed"]
+    one = partial(try_fault, job, cases=cases, shrink_seconds=shrink_seconds)
+    yield from _shared_out(job, one, faults, workers)
+
+
+def _shared_out(job: Job, work: Callable[[str], T], items: Sequence[str], workers: int) -> Iterator[T]:
+    """Results of ``work`` as they come; the reference runs in threads, so its items go to several processes."""
+    if (job.world or subject_of(job).world) != "threads" or workers < 2 or len(items) < 4:
+        yield from map(work, items)
+        return
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as executor:
+        for done in as_completed([executor.submit(work, item) for item in items]):
+            yield done.result()
+
+
+def sharpen(job: Job, matrix: Matrix, workers: int = 2) -> None:
+    """Look further where a check has made no fault fail yet: a fault is mostly killed before its own case.
+
+    All cases are looked at here, not only those that faults are tried on. Adds the check to the outcome of the
+    fault that it finds.
+    """
+    killed = [one.id for one in matrix.outcomes if one.killed]
+    work = partial(_find_kill, job, faults=killed, cases=case_list(job, None))
+    for check, fault in _shared_out(job, work, matrix.blunt, workers):
+        for outcome in matrix.outcomes:
+            if outcome.id == fault:
+                outcome.checks = sorted({*outcome.checks, check})
+
+
+def _find_kill(job: Job, check: str, faults: Sequence[str], cases: Sequence[Case]) -> tuple[str, str]:
+    """A fault that a check makes fail in some case where it compares something; empty if there is none."""
+    stage = CHECKS[check].stage if check in CHECKS else None
+    near = [one for one in faults if stage in (None, FAULTS[Spec.parse(one).name].stage)]
+    for case in cases:
+        clean = run_case(job, case)[1]
+        if not any(result.check == check and result.examined for result in clean.results):
+            continue
+        for fault in near:
+            verdict = run_case(replace(job, faults=(Spec.parse(fault),)), case, exercised=False)[1]
+            if any(r.check == check and r.gates and r.status in ("failed", "hung") for r in verdict.results):
+                return check, fault
+    return check, ""
+
+
+@dataclass
+class Matrix:
+    """The answer of a whole run.
+
+    Attributes:
+        outcomes: one per fault.
+        needed: checks that must make some fault fail.
+    """
+
+    outcomes: list[Outcome]
+    needed: list[str]
+
+    @property
+    def kills(self) -> Counter[str]:
+        """How many faults each check makes fail."""
+        return Counter(check for outcome in self.outcomes for check in outcome.checks)
+
+    @property
+    def blunt(self) -> list[str]:
+        """Checks that no fault makes fail."""
+        return [check for check in self.needed if not self.kills[check]]
+
+    @property
+    def exit_code(self) -> int:
+        """0 only if every fault is killed, none is found later than it happens, and every check kills."""
+        bad = any(one.gates and (not one.killed or one.late) for one in self.outcomes)
+        return int(bad or bool(self.blunt))
+
+    @property
+    def score(self) -> str:
+        """One line."""
+        counted = [one for one in self.outcomes if one.gates]
+        killed, located = (sum(getattr(one, name) for one in counted) for name in ("killed", "located"))
+        slowest = max((one.cases for one in counted if one.killed), default=0)
+        return (
+            f"{killed} of {len(counted)} faults killed, {located} at their own stage, within {slowest} cases; "
+            f"{len(self.needed) - len(self.blunt)} of {len(self.needed)} checks kill one"
+        )
+
+    @property
+    def median_shrunk(self) -> str:
+        """Ranks, experts and tokens of the median shrunk case; empty if none was shrunk."""
+        shrunk = [Case.parse(one.shrunk) for one in self.outcomes if one.shrunk]
+        if not shrunk:
+            return ""
+        ranks, experts, tokens = (median(getattr(case, name) for case in shrunk) for name in ("R", "E", "S"))
+        return f"{ranks:g} ranks, {experts:g} experts, {tokens:g} tokens, of {len(shrunk)} faults"
+
+    def to_json(self) -> dict[str, Any]:
+        """The matrix as JSON data."""
+        return {
+            "faults": [outcome.to_json() for outcome in self.outcomes],
+            "checks": {check: self.kills[check] for check in self.needed},
+            "exit_code": self.exit_code,
+        }
+
+
+def needed_checks(job: Job, whole: bool) -> list[str]:
+    """The checks that must kill: all on a bare Buffer, and on an engine those of the stages that are its own.
+
+    Args:
+        job: the subject.
+        whole: whether the whole catalogue runs; for a part of it no check is needed.
+    """
+    if not whole:
+        return []
+    if job.engine:
+        return [check.id for check in CHECKS.values() if check.stage in _OF_ENGINES]
+    return [check for check in ("F1", *CHECKS, *PROMISES) if check not in OF_CALLERS + ON_GPUS]

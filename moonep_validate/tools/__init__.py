@@ -1,0 +1,1 @@
+"""What needs no run: checkpoints, memory, routings that users hand in."""
