@@ -23,7 +23,7 @@ from moonep_validate.doors import plugin_worlds
 
 if TYPE_CHECKING:
     from moonep_validate.judge.verdict import Verdict
-    from moonep_validate.pipeline.engine import Job
+    from moonep_validate.pipeline.job import Job
 
 _LEVEL = "moonep_level"
 _COMMAND = "moonep_command"
@@ -136,7 +136,7 @@ def moonep_verdict(
     moonep_case: Case, request: pytest.FixtureRequest, moonep_gpus: Callable[[int], list[str]]
 ) -> Verdict:
     """The verdict of one case, with its evidence level and reproducer as properties of the report."""
-    from moonep_validate.pipeline.engine import unmet
+    from moonep_validate.pipeline.require import unmet
 
     job = _job(request.config)
     if missing := unmet(job, request.config.getoption("--moonep-require")):
@@ -168,7 +168,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 def _job(config: pytest.Config) -> Job:
     """The job of this session; a module is asked only once what it is."""
-    from moonep_validate.pipeline.engine import make_job
+    from moonep_validate.pipeline.job import make_job
 
     if _JOB not in config.stash:
         option = config.getoption

@@ -21,7 +21,7 @@ from moonep_validate.worlds.place import Place, place
 if TYPE_CHECKING:
     from moonep_validate.doors.torchrun import Parity
     from moonep_validate.judge.verdict import Verdict
-    from moonep_validate.pipeline.engine import Job
+    from moonep_validate.pipeline.job import Job
 
 MARKERS = {
     "gpu": "gpu(n=1): needs so many GPUs",
@@ -124,7 +124,7 @@ def leases(config: pytest.Config) -> Iterator[Callable[[int], list[str]]]:
 
 def judged(config: pytest.Config, job: Job, case: Case, cases: list[Case], lease: Callable[[int], Any]) -> Verdict:
     """The verdict of a case: in a world of its own, or agreed by the ranks of torchrun."""
-    from moonep_validate.pipeline.engine import run_case
+    from moonep_validate.pipeline.run import run_case
 
     if config.stash[_PLACE] is None:
         if job.device == "cuda" and not job.engine:

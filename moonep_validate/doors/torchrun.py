@@ -19,8 +19,11 @@ from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.doors.report import terminal
 from moonep_validate.doors.report.summary import Summary
 from moonep_validate.judge.verdict import Verdict
-from moonep_validate.pipeline import engine
-from moonep_validate.pipeline.engine import Job, add_part, buffer_key, calls_of_lost_rank, judge, open_trace
+from moonep_validate.pipeline.job import Job
+from moonep_validate.pipeline.judge import judge
+from moonep_validate.pipeline.lost import calls_of_lost_rank
+from moonep_validate.pipeline.record import RECORDERS, add_part, open_trace
+from moonep_validate.pipeline.selection import buffer_key, too_few_gpus
 from moonep_validate.pipeline.worker import record_rank
 from moonep_validate.trace.trace import Call, Trace
 from moonep_validate.worlds import torchrun
@@ -59,7 +62,7 @@ class Parity:
         self._keys: set[object] = set()
         self._case: Case | None = None
         world.on_lost = self._bury
-        engine.RECORDERS["torchrun"] = self.record
+        RECORDERS["torchrun"] = self.record
 
     @property
     def leads(self) -> bool:
@@ -217,7 +220,7 @@ def enter(job: Job, cases: Sequence[Case]) -> Parity:
         raise CaseError(
             f"torchrun started {here.size} ranks, and no case has R={here.size}; there are R = {known}"
         )
-    if reason := engine.too_few_gpus(job, here.local_size):
+    if reason := too_few_gpus(job, here.local_size):
         raise CaseError(reason)
     world = torchrun.World(here, job.device)
     world.same("job", (job.reproducer, job.deadline, job.part and (job.part.package, job.part.version)))

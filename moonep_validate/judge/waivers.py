@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import date
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,16 @@ class Waiver:
     def covers(self, result: Result) -> bool:
         """Whether it is about this result."""
         return result.check in self.checks and fnmatchcase(result.step, self.step)
+
+
+@lru_cache(maxsize=4)
+def waivers_of(path: str | None) -> list[Waiver]:
+    """What a file lists; None is the list that ships with the suite, an empty text is none.
+
+    Raises:
+        CaseError: see ``read_waivers``.
+    """
+    return [] if path == "" else read_waivers(SHIPPED if path is None else Path(path))
 
 
 def read_waivers(path: Path) -> list[Waiver]:

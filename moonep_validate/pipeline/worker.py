@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from moonep_validate.cases.case import Case
-from moonep_validate.pipeline.engine import Job, open_trace, rank_main
+from moonep_validate.pipeline.job import Job
+from moonep_validate.pipeline.record import open_trace, rank_main
 from moonep_validate.subjects.engines import start as engines
 from moonep_validate.trace.keep import Keep
 from moonep_validate.trace.trace import Recorder, Trace, described

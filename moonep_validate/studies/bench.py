@@ -23,7 +23,11 @@ from moonep_validate.data.routing import topk_ids
 from moonep_validate.judge.checks import CHECKS, run_check
 from moonep_validate.judge.facts import Step
 from moonep_validate.judge.oracle.plan import Plan, make_plan
-from moonep_validate.pipeline.engine import Job, judge, make_job, open_trace, record, run_case, too_few_gpus
+from moonep_validate.pipeline.job import Job, make_job
+from moonep_validate.pipeline.judge import judge
+from moonep_validate.pipeline.record import open_trace, record
+from moonep_validate.pipeline.run import run_case
+from moonep_validate.pipeline.selection import too_few_gpus
 from moonep_validate.trace.trace import Call, Trace
 
 _LARGE = Case.parse("genB+R16+E896+K16+S4096+H8+pad128+zipf:1.0")

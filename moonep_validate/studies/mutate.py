@@ -23,7 +23,9 @@ from moonep_validate.faults import FAULTS, Fault
 from moonep_validate.judge.checks import CHECKS
 from moonep_validate.judge.checks.relations import PROMISES
 from moonep_validate.judge.verdict import STAGES, Result, Verdict
-from moonep_validate.pipeline.engine import Job, run_case, subject_of
+from moonep_validate.pipeline.job import Job
+from moonep_validate.pipeline.run import run_case
+from moonep_validate.pipeline.target import subject_of
 from moonep_validate.studies.shrink import shrink
 
 T = TypeVar("T")

@@ -18,7 +18,9 @@ from random import Random
 
 from moonep_validate.cases.case import VOCABULARY, Case, CaseError, Spec
 from moonep_validate.judge.verdict import Verdict
-from moonep_validate.pipeline.engine import Job, run_case, subject_of
+from moonep_validate.pipeline.job import Job
+from moonep_validate.pipeline.run import run_case
+from moonep_validate.pipeline.target import subject_of
 
 #: Alarms that a run may raise per case of a subject that is right.
 BUDGET = 1 / 1000

@@ -24,7 +24,8 @@ from moonep_validate.cases.hashing import hashed, normal, unit
 from moonep_validate.judge.oracle.activation import SILU
 from moonep_validate.judge.oracle.dense import pieces
 from moonep_validate.judge.oracle.judge import judge_rows
-from moonep_validate.pipeline.engine import make_job, run_case
+from moonep_validate.pipeline.job import make_job
+from moonep_validate.pipeline.run import run_case
 from moonep_validate.reference.experts import swiglu
 from moonep_validate.subjects import experts
 from moonep_validate.subjects.experts import deepgemm, fp8

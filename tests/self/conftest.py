@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from moonep_validate.cases.case import Case
-from moonep_validate.pipeline.engine import Job, record
+from moonep_validate.pipeline.job import Job
+from moonep_validate.pipeline.record import record
 from moonep_validate.trace.trace import Trace
 
 #: Uses slots, padding, duplicates; sizes neither square nor round.

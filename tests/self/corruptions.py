@@ -11,7 +11,7 @@ from torch import Tensor
 from moonep_validate.cases.case import Case
 from moonep_validate.judge.facts import Step
 from moonep_validate.judge.verdict import Result, Verdict
-from moonep_validate.pipeline.engine import judge
+from moonep_validate.pipeline.judge import judge
 from moonep_validate.trace.trace import Call, Relation, Trace
 from tests.self.conftest import CASE
 

@@ -10,7 +10,9 @@ from typing import Any
 import torch.distributed as dist
 
 from moonep_validate.cases.case import Case
-from moonep_validate.pipeline.engine import Job, add_part, judge, open_trace
+from moonep_validate.pipeline.job import Job
+from moonep_validate.pipeline.judge import judge
+from moonep_validate.pipeline.record import add_part, open_trace
 from moonep_validate.pipeline.worker import record_rank
 from moonep_validate.worlds.dist import DistComm
 from moonep_validate.worlds.flight import Flight, Logged

@@ -10,7 +10,7 @@ import pytest
 from moonep_validate.judge.checks import CHECKS, Compared
 from moonep_validate.judge.checks.relations import PROMISES
 from moonep_validate.judge.facts import Step
-from moonep_validate.pipeline.engine import judge
+from moonep_validate.pipeline.judge import judge
 from moonep_validate.trace.trace import Part, Trace
 from tests.self.corruptions import CORRUPTIONS, EQUAL_LOADS, Corruption, call, moved_without_need, results, tensor
 from tests.self.corruptions_experts import EXPERTS

@@ -12,7 +12,8 @@ from moonep_validate.cases.hashing import hashed, normal
 from moonep_validate.judge.oracle.bounds import block_variance
 from moonep_validate.judge.oracle.dense import grouped_rows
 from moonep_validate.judge.verdict import Verdict
-from moonep_validate.pipeline.engine import make_job, run_case
+from moonep_validate.pipeline.job import make_job
+from moonep_validate.pipeline.run import run_case
 from moonep_validate.reference.experts import swiglu
 from moonep_validate.subjects import experts
 from moonep_validate.subjects.experts import deepgemm, fp8

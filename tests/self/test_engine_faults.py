@@ -15,7 +15,8 @@ import pytest
 from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.faults import FAULTS, parse_fault
 from moonep_validate.judge.verdict import Verdict
-from moonep_validate.pipeline.engine import Job, make_job, run_case
+from moonep_validate.pipeline.job import Job, make_job
+from moonep_validate.pipeline.run import run_case
 from moonep_validate.worlds import processes
 from tests.self.conftest import CASE
 

@@ -19,7 +19,9 @@ import torch
 
 from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.judge.verdict import Verdict
-from moonep_validate.pipeline.engine import Job, make_job, run_case, unmet
+from moonep_validate.pipeline.job import Job, make_job
+from moonep_validate.pipeline.require import unmet
+from moonep_validate.pipeline.run import run_case
 from moonep_validate.subjects.engines import start as engines
 from moonep_validate.trace.trace import Part, Trace
 from moonep_validate.worlds import processes

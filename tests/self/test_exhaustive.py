@@ -41,7 +41,8 @@ from moonep_validate.cases.layout import Bools, Ints, Layout
 from moonep_validate.judge.checks import CHECKS, run_check
 from moonep_validate.judge.facts import Step
 from moonep_validate.judge.oracle.plan import Plan, make_plan
-from moonep_validate.pipeline.engine import Job, run_case
+from moonep_validate.pipeline.job import Job
+from moonep_validate.pipeline.run import run_case
 from moonep_validate.reference.planner import plan_rank
 from moonep_validate.reference.transport import Transport
 from moonep_validate.trace.trace import Call, Part, Trace

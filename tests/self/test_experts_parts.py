@@ -10,7 +10,11 @@ import torch
 from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.faults import parse_fault
 from moonep_validate.judge.verdict import Verdict
-from moonep_validate.pipeline.engine import Job, judge, make_job, record, run_case, unmet
+from moonep_validate.pipeline.job import Job, make_job
+from moonep_validate.pipeline.judge import judge
+from moonep_validate.pipeline.record import record
+from moonep_validate.pipeline.require import unmet
+from moonep_validate.pipeline.run import run_case
 from moonep_validate.subjects import experts
 from moonep_validate.subjects.experts import torch_grouped
 from moonep_validate.subjects.experts.part import Unavailable

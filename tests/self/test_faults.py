@@ -10,7 +10,8 @@ from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.faults import FAULTS, parse_fault
 from moonep_validate.faults.packed import _ELSEWHERE
 from moonep_validate.formats.faults import BYTE_FAULTS
-from moonep_validate.pipeline.engine import Job, run_case
+from moonep_validate.pipeline.job import Job
+from moonep_validate.pipeline.run import run_case
 from moonep_validate.studies.shrink import shrink
 from tests.self.conftest import CASE
 

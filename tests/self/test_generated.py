@@ -8,7 +8,8 @@ import pytest
 
 from moonep_validate.cases.case import Case
 from moonep_validate.judge.verdict import Verdict
-from moonep_validate.pipeline.engine import Job, run_case
+from moonep_validate.pipeline.job import Job
+from moonep_validate.pipeline.run import run_case
 from moonep_validate.studies.shrink import shrink
 from tests.self.strategies import for_each_case
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from moonep_validate.cases.case import Case
-from moonep_validate.pipeline.engine import Job, make_job, run_case
+from moonep_validate.pipeline.job import Job, make_job
+from moonep_validate.pipeline.run import run_case
 from moonep_validate.trace.trace import Trace
 from moonep_validate.worlds import flight, processes
 from moonep_validate.worlds.autopsy import Rank, autopsy, diagnosis

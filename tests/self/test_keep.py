@@ -9,7 +9,8 @@ import torch
 
 from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.judge.checks import CHECKS
-from moonep_validate.pipeline.engine import make_job, run_case
+from moonep_validate.pipeline.job import make_job
+from moonep_validate.pipeline.run import run_case
 from moonep_validate.trace.keep import DIGEST, Keep, chosen_columns, digest, sampled_rows
 
 CASE = Case.parse("genB+R4+E12+K3+S7+H24+I20+pad5+hot:1")
@@ -111,7 +112,7 @@ def test_the_first_column_is_not_all_that_is_judged() -> None:
     assert rows is not dispatch
     dispatch.tensors["rows" + DIGEST] = dispatch.tensors["rows" + DIGEST].clone()
     dispatch.tensors["rows" + DIGEST][0, 0] ^= 1
-    from moonep_validate.pipeline.engine import judge
+    from moonep_validate.pipeline.judge import judge
 
     failed = judge(replace(trace)).first
     assert failed is not None

@@ -15,7 +15,9 @@ from moonep_validate.cases.case import Case
 from moonep_validate.cases.layout import Layout
 from moonep_validate.judge.oracle.plan import make_plan
 from moonep_validate.judge.verdict import Verdict
-from moonep_validate.pipeline.engine import Job, judge, run_case
+from moonep_validate.pipeline.job import Job
+from moonep_validate.pipeline.judge import judge
+from moonep_validate.pipeline.run import run_case
 from moonep_validate.trace.trace import Trace
 from tests.self.other_planner import (
     FEWEST_MOVES,
@@ -74,7 +76,7 @@ UNEVEN = "genB+R4+E12+K2+S3+H24+I20+pad5+table:" + ",".join(
 def run(
     monkeypatch: pytest.MonkeyPatch, line: str, policy: Policy, promises: str = "legal"
 ) -> tuple[Trace, Verdict]:
-    monkeypatch.setattr("moonep_validate.pipeline.engine.REFERENCE", other_subject(policy, promises))
+    monkeypatch.setattr("moonep_validate.pipeline.target.REFERENCE", other_subject(policy, promises))
     return run_case(Job(), Case.parse(line))
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from moonep_validate.cases.case import Case
-from moonep_validate.pipeline.engine import Job, judge, record
+from moonep_validate.pipeline.job import Job
+from moonep_validate.pipeline.judge import judge
+from moonep_validate.pipeline.record import record
 from moonep_validate.subjects.engines.keywords import passed_keywords
 
 

@@ -31,7 +31,10 @@ from moonep_validate.data.transforms import (
 from moonep_validate.faults import parse_fault
 from moonep_validate.judge.checks.relations import PROMISES
 from moonep_validate.judge.verdict import Result
-from moonep_validate.pipeline.engine import Job, judge, record, run_case
+from moonep_validate.pipeline.job import Job
+from moonep_validate.pipeline.judge import judge
+from moonep_validate.pipeline.record import record
+from moonep_validate.pipeline.run import run_case
 from moonep_validate.trace.trace import Relation, Trace
 
 SIZES = "R4+E12+K3+S7+H24+I20+pad5"

@@ -12,7 +12,9 @@ import pytest
 
 from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.judge.verdict import Verdict
-from moonep_validate.pipeline.engine import Job, make_job, record, run_case
+from moonep_validate.pipeline.job import Job, make_job
+from moonep_validate.pipeline.record import record
+from moonep_validate.pipeline.run import run_case
 from moonep_validate.subjects.buffer.adapter import detect_generation
 from moonep_validate.worlds import processes
 

@@ -10,7 +10,8 @@ from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.faults import parse_fault
 from moonep_validate.judge.oracle import bounds
 from moonep_validate.judge.verdict import Verdict
-from moonep_validate.pipeline.engine import Job, run_case
+from moonep_validate.pipeline.job import Job
+from moonep_validate.pipeline.run import run_case
 from moonep_validate.studies import nulls
 from moonep_validate.studies.nulls import BUDGET, NullResult, null_cases, null_runs, upper_bound
 

@@ -6,7 +6,8 @@ import pytest
 
 from moonep_validate.cases.case import Case
 from moonep_validate.judge.oracle.offsets import Offset, offsets, wide
-from moonep_validate.pipeline.engine import Job, run_case
+from moonep_validate.pipeline.job import Job
+from moonep_validate.pipeline.run import run_case
 
 K3 = Case.parse("genB+R8+E896+K16+S4096+H3584+I3072+pad128")
 

@@ -10,7 +10,9 @@ from moonep_validate.faults import parse_fault
 from moonep_validate.judge.checks import CHECKS
 from moonep_validate.judge.checks.relations import PROMISES
 from moonep_validate.judge.witnesses import WITNESSES
-from moonep_validate.pipeline.engine import Job, record, run_case
+from moonep_validate.pipeline.job import Job
+from moonep_validate.pipeline.record import record
+from moonep_validate.pipeline.run import run_case
 from moonep_validate.scenarios.buffer import SCENARIOS
 from moonep_validate.scenarios.rig import Rig
 from moonep_validate.studies.mutate import case_list

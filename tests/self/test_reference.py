@@ -13,7 +13,8 @@ from torch import Tensor
 
 from moonep_validate.cases.case import Case
 from moonep_validate.data.problem import Batch, batch
-from moonep_validate.pipeline.engine import Job, run_case
+from moonep_validate.pipeline.job import Job
+from moonep_validate.pipeline.run import run_case
 from moonep_validate.reference import moonep_a, moonep_b
 from moonep_validate.worlds import threads
 from moonep_validate.worlds.comm import Comm

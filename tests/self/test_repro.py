@@ -15,7 +15,8 @@ import pytest
 from moonep_validate.cases.case import Case, CaseError, Spec
 from moonep_validate.data.routing import topk_ids
 from moonep_validate.doors.repro import MAX_LINES, MAX_ROUTES, PASSES, standalone
-from moonep_validate.pipeline.engine import Job, run_case
+from moonep_validate.pipeline.job import Job
+from moonep_validate.pipeline.run import run_case
 
 #: Uses slots, padding, duplicates and padding tokens; real hardware would accept it.
 CASES = {

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from moonep_validate.cases.case import Case
 from moonep_validate.cases.layout import local_first_rows
-from moonep_validate.pipeline.engine import Job, run_case
+from moonep_validate.pipeline.job import Job
+from moonep_validate.pipeline.run import run_case
 from moonep_validate.subjects.buffer.adapter import Slots
 
 CASE = Case.parse("genA+R3+E6+K2+S3")

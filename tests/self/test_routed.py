@@ -16,7 +16,9 @@ from moonep_validate.judge.facts import Step
 from moonep_validate.judge.oracle import routed as oracle
 from moonep_validate.judge.oracle.activation import SILU, SITU
 from moonep_validate.judge.verdict import MODEL_STAGES
-from moonep_validate.pipeline.engine import Job, record, run_case
+from moonep_validate.pipeline.job import Job
+from moonep_validate.pipeline.record import record
+from moonep_validate.pipeline.run import run_case
 from moonep_validate.reference import routed
 from moonep_validate.subjects import REFERENCE, module_subject
 from moonep_validate.trace.trace import Part

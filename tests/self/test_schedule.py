@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from moonep_validate.cases.case import Case, CaseError
-from moonep_validate.pipeline.engine import make_job, run_case
+from moonep_validate.pipeline.job import make_job
+from moonep_validate.pipeline.run import run_case
 from moonep_validate.scenarios.schedule import OPS, Flight, flights, interleaving
 from moonep_validate.studies.races import cases, races
 from moonep_validate.worlds import threads

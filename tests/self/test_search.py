@@ -13,7 +13,8 @@ import pytest
 from moonep_validate.cases.case import VOCABULARY, Case, CaseError, Spec
 from moonep_validate.faults import parse_fault
 from moonep_validate.judge.verdict import Result, Verdict
-from moonep_validate.pipeline.engine import Job, run_case
+from moonep_validate.pipeline.job import Job
+from moonep_validate.pipeline.run import run_case
 from moonep_validate.studies.search import SCENARIOS, case_strategy, lines, search, stress
 from moonep_validate.trace.trace import Part
 from tests.self.strategies import for_each_case

@@ -10,7 +10,9 @@ import safetensors.torch
 import torch
 
 from moonep_validate.faults import parse_fault
-from moonep_validate.pipeline.engine import Job, judge, record
+from moonep_validate.pipeline.job import Job
+from moonep_validate.pipeline.judge import judge
+from moonep_validate.pipeline.record import record
 from moonep_validate.trace.trace import Call, Recorder, Trace, TraceError
 from tests.self.conftest import CASE
 

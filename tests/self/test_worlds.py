@@ -13,7 +13,10 @@ import torch
 
 from moonep_validate.cases.case import Case, CaseError, Spec
 from moonep_validate.faults import FAULTS
-from moonep_validate.pipeline.engine import Job, make_job, record, run_case, select_cases
+from moonep_validate.pipeline.job import Job, make_job
+from moonep_validate.pipeline.record import record
+from moonep_validate.pipeline.run import run_case
+from moonep_validate.pipeline.selection import select_cases
 from moonep_validate.trace.trace import same_bits
 from moonep_validate.worlds import local, processes, threads
 from moonep_validate.worlds.comm import Abandoned, Comm, Deadlock, PeerFailed, agree, all_to_all, barrier

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from moonep_validate.doors.report.files import OutputFolder
     from moonep_validate.doors.report.summary import Summary
     from moonep_validate.judge.verdict import Verdict
-    from moonep_validate.pipeline.engine import Job
+    from moonep_validate.pipeline.job import Job
     from moonep_validate.trace.trace import Trace
 
 USAGE = 4
@@ -105,7 +105,7 @@ def run(
     one_of("--keep", keep, ("failed", "all", "none"))
     here = commands_worlds.joined(context.info_name, job, cases, lambda: _folder(out) if out else None)
     job, cases, folder = here.job, here.cases, here.folder
-    from moonep_validate.pipeline.engine import run_case
+    from moonep_validate.pipeline.run import run_case
 
     def record_and_judge(one: Case) -> tuple[Trace, Verdict]:
         trace, verdict = run_case(job, one)
@@ -123,7 +123,7 @@ def run(
 def check(folder: Annotated[Path, typer.Argument(help="A folder that `run --out` wrote.")]) -> None:
     """Judge recorded traces again, without running anything."""
     from moonep_validate.doors.report.files import load_traces
-    from moonep_validate.pipeline.engine import judge
+    from moonep_validate.pipeline.judge import judge
 
     traces = {str(trace.case): trace for trace in load_traces(folder)}
 
@@ -156,7 +156,7 @@ def shrink(
 ) -> None:
     """Find the smallest case that fails in the same way."""
     job, whole = job_of(context.params), Case.parse(case)
-    from moonep_validate.pipeline.engine import run_case
+    from moonep_validate.pipeline.run import run_case
     from moonep_validate.studies.shrink import shrink as shrink_case
 
     verdict = run_case(job, whole)[1]
@@ -333,7 +333,7 @@ def _job_and_cases(options: Mapping[str, Any], profile_name: str) -> tuple[Job, 
     """What a run judges, and on which cases: those given, else the profile's, by Buffer key."""
     lines, listed = [Case.parse(text) for text in options["case"] or ()], profile(profile_name)
     job = job_of(options)
-    from moonep_validate.pipeline.engine import select_cases
+    from moonep_validate.pipeline.selection import select_cases
 
     cases = lines or for_generations(listed, (job.generation,) if job.generation else ("A", "B"))
     return job, select_cases(job, cases, options["ranks"], keep_order=bool(lines))
@@ -341,7 +341,7 @@ def _job_and_cases(options: Mapping[str, Any], profile_name: str) -> tuple[Job, 
 
 def _require(job: Job, wanted: list[str]) -> None:
     """Stop where another part would run than the one that a gate asks for."""
-    from moonep_validate.pipeline.engine import unmet
+    from moonep_validate.pipeline.require import unmet
 
     if missing := unmet(job, wanted):
         Console(stderr=True).print("\n".join(missing), markup=False, highlight=False, soft_wrap=True)
@@ -416,7 +416,7 @@ def _judge_all(
 def _show_smallest(summary: Summary, job: Job, seconds: float) -> None:
     """Shrink the first failure of the run, unless each attempt would wait for a deadline."""
     from moonep_validate.doors.report.summary import first_failures
-    from moonep_validate.pipeline.engine import run_case
+    from moonep_validate.pipeline.run import run_case
     from moonep_validate.studies.shrink import shrink as shrink_case
 
     failures = [verdict for verdict in first_failures(summary.verdicts) if verdict.status == "failed"]

@@ -54,7 +54,7 @@ def search(
         raise CaseError(f"search draws cases for a Buffer, most of which {subject} cannot run; use run")
     job = job_of(context.params)
     from moonep_validate.doors.report.summary import Summary
-    from moonep_validate.pipeline.engine import run_case
+    from moonep_validate.pipeline.run import run_case
     from moonep_validate.studies.search import lines
     from moonep_validate.studies.search import search as search_cases
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from moonep_validate.cases.case import CaseError
 
 if TYPE_CHECKING:
-    from moonep_validate.pipeline.engine import Job
+    from moonep_validate.pipeline.job import Job
 
 #: What all commands print to; a fixed width where nobody looks, so that output can be compared.
 console = Console(width=None if sys.stdout.isatty() else 120)
@@ -72,7 +72,7 @@ NO_OPTIONS: dict[str, Any] = {
 
 def job_of(options: Mapping[str, Any]) -> Job:
     """The job of a command, from its own parameters."""
-    from moonep_validate.pipeline.engine import make_job
+    from moonep_validate.pipeline.job import make_job
 
     given = {name: options[name] for name in ("api", "policy", "relaxed", "destructive", "deadline", "device")}
     for name, known in (("api", ("A", "B")), ("policy", ("upstream", "legal")), ("device", ("cpu", "cuda"))):

@@ -24,7 +24,7 @@ from moonep_validate.doors.cli.options import (
 
 if TYPE_CHECKING:
     from moonep_validate.doors.report.files import OutputFolder
-    from moonep_validate.pipeline.engine import Job
+    from moonep_validate.pipeline.job import Job
 
 PARITY = "torchrun --nproc-per-node N -m moonep_validate parity"
 
@@ -71,7 +71,8 @@ def races(
 ) -> None:
     """Run batches in flight at a time in seeded orders and delays: does any schedule break the reference?"""
     from moonep_validate.doors.report.summary import Summary
-    from moonep_validate.pipeline.engine import run_case, too_few_gpus
+    from moonep_validate.pipeline.run import run_case
+    from moonep_validate.pipeline.selection import too_few_gpus
     from moonep_validate.studies import races as seeded
 
     job = job_of({**NO_OPTIONS, **context.params})

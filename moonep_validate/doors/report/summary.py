@@ -10,7 +10,7 @@ from moonep_validate.judge.checks import CHECKS
 from moonep_validate.judge.checks.relations import PROMISES
 from moonep_validate.judge.verdict import EXIT_CODES, NO_CHECK, STAGES, Verdict, worst
 from moonep_validate.judge.witnesses import WITNESSES
-from moonep_validate.pipeline.engine import RETURNS
+from moonep_validate.pipeline.returns import RETURNS
 
 INTERRUPTED = 2
 NOTHING_RAN = 5

@@ -1,0 +1,48 @@
+"""What is the verdict on a trace? Needs no subject, no world and no data of the case."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moonep_validate.judge.checks import CHECKS, Check, run_check
+from moonep_validate.judge.checks.relations import relation_results
+from moonep_validate.judge.facts import steps_of
+from moonep_validate.judge.measures import measures
+from moonep_validate.judge.verdict import NO_CHECK, STAGES, Result, Verdict
+from moonep_validate.judge.witnesses import count_witnesses, vacuous_reasons
+from moonep_validate.pipeline.returns import explained, returned
+from moonep_validate.trace.trace import Trace
+
+_NO_STEP = ("open", "close", "load")
+
+
+def judge(trace: Trace, checks: Sequence[Check] | None = None) -> Verdict:
+    """Judge a trace; needs no subject, no world and no data of the case.
+
+    Args:
+        trace: what happened.
+        checks: which checks to run, all by default.
+    """
+    if trace.not_run:
+        neutral = Result(NO_CHECK, STAGES[0], "-", "not_run", "none", reason=trace.not_run)
+        return Verdict(trace.case, trace.parts, [neutral], reproducer=trace.reproducer)
+    results, steps = [], steps_of(trace)
+    for step in steps.values():
+        results += returned(trace, step)
+        if any(op not in _NO_STEP for op in step.ops()):
+            results += [run_check(c, step, trace) for c in (CHECKS.values() if checks is None else checks)]
+            results += relation_results(step, trace)
+    if trace.autopsy:
+        results = explained(results, trace.autopsy["diagnosis"])
+    counts = count_witnesses(trace.case, steps.values())
+    return Verdict(
+        case=trace.case,
+        parts=trace.parts,
+        results=results,
+        witnesses=counts,
+        vacuous=vacuous_reasons(trace.case, steps.values(), counts),
+        measures=measures(steps.values()),
+        errors=trace.errors,
+        autopsy=trace.autopsy,
+        reproducer=trace.reproducer,
+    )

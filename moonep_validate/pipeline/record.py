@@ -1,0 +1,119 @@
+"""How is a case recorded? On all ranks of any world; ``rank_main`` is what runs on a rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from moonep_validate.cases.case import Case
+from moonep_validate.data.problem import CPU
+from moonep_validate.faults import Seams
+from moonep_validate.pipeline.job import Job
+from moonep_validate.pipeline.lost import calls_of_lost_rank
+from moonep_validate.pipeline.selection import buffer_key, too_few_gpus
+from moonep_validate.pipeline.target import subject_of
+from moonep_validate.scenarios.buffer import NEEDS_GPU, SCENARIOS
+from moonep_validate.scenarios.rig import Rig
+from moonep_validate.trace.keep import Keep
+from moonep_validate.trace.trace import Recorder, Relation, Trace, described
+from moonep_validate.worlds import processes, threads
+from moonep_validate.worlds.comm import Comm
+
+
+def open_trace(job: Job, case: Case) -> Trace:
+    """An empty trace of a job."""
+    subject = subject_of(job)
+    return Trace(
+        case,
+        subject.name,
+        [],
+        dict(subject.parts),
+        proves=subject.proves,
+        leaves_open=subject.leaves_open,
+        reproducer=job.reproducer,
+        keep=job.keep,
+    )
+
+
+def record(job: Job, case: Case) -> Trace:
+    """Run a case on all ranks and note what happened.
+
+    A rank that raises, hangs or ends is data in the trace, never an exception here.
+    """
+    trace, subject = open_trace(job, case), subject_of(job)
+    trace.calls = [[] for _ in range(case.R)]
+    if reason := subject.supports(case) or _needs_gpu(job, case) or too_few_gpus(job, case.R):
+        trace.not_run = reason
+    else:
+        RECORDERS[job.world or subject.world](job, case, trace)
+    return trace
+
+
+def _needs_gpu(job: Job, case: Case) -> str | None:
+    missing = case.scenario.name in NEEDS_GPU and job.device != "cuda"
+    return f"the scenario {case.scenario} needs GPUs; see --device cuda" if missing else None
+
+
+def rank_main(job: Job, case: Case, comm: Comm, recorder: Recorder) -> list[Relation]:
+    """The only function that runs on a rank; returns the relations that the scenario promises."""
+    seams = Seams(job.faults, comm.rank)
+    device = comm.device if job.engine is None else CPU
+    rig = Rig(case, comm, recorder, seams, subject_of(job).open, device=device, experts=job.experts)
+    try:
+        SCENARIOS[case.scenario.name](rig)
+    finally:
+        recorder.settle()
+    return rig.relations
+
+
+def _record_in_threads(job: Job, case: Case, trace: Trace) -> None:
+    recorders = [Recorder(policy=Keep.parse(job.keep)) for _ in range(case.R)]
+    relations: list[list[Relation]] = [[] for _ in range(case.R)]
+
+    def on_rank(comm: Comm) -> None:
+        relations[comm.rank] = rank_main(job, case, comm, recorders[comm.rank])
+
+    outcomes = threads.run(on_rank, case.R, job.deadline)
+    trace.calls = [recorder.calls for recorder in recorders]
+    trace.relations = relations[0]
+    for rank, outcome in enumerate(outcomes):
+        if outcome.stack is not None:
+            trace.hung.append({"rank": rank, "stack": outcome.stack, "deadline": job.deadline})
+        elif outcome.error is not None and not any(call.error for call in trace.calls[rank]):
+            error = described(outcome.error)
+            if not error["peer"]:
+                trace.errors.append(f"rank {rank}: {error['type']}: {error['message']} ({error['where']})")
+
+
+def _record_in_processes(job: Job, case: Case, trace: Trace) -> None:
+    request = json.dumps({"job": job.to_json(), "case": str(case)}).encode()
+    try:
+        pool = processes.pool(case.R, job.environment, job.start_request)
+        key = str(buffer_key(case))
+        replies = pool.run(request, job.deadline, job.reset_request, key, job.deadline_at_first)
+    except (OSError, RuntimeError) as error:
+        trace.errors.append(f"the worker processes could not run this case: {error}")
+        return
+    trace.autopsy = pool.autopsy
+    waited = pool.autopsy.get("silent") or job.deadline
+    stacks = [reply.stack for reply in replies if reply.stack is not None]
+    deadlock = bool(stacks) and all(map(processes.in_collective, stacks))
+    for rank, reply in enumerate(replies):
+        if reply.data is not None:
+            add_part(trace, rank, reply.data[1:])
+        else:
+            trace.calls[rank] = calls_of_lost_rank(rank, reply, trace, waited, deadlock)
+
+
+def add_part(trace: Trace, rank: int, data: bytes) -> None:
+    """Take what one rank recorded into the trace of all."""
+    part = Trace.from_bytes(data, f"the answer of rank {rank}", sealed=False)
+    trace.calls[rank], trace.relations = part.calls[0], part.relations or trace.relations
+    trace.errors += [f"rank {rank}: {error}" for error in part.errors]
+
+
+#: World -> how a case is recorded there; parity.py adds ``torchrun`` in a process that torchrun started.
+RECORDERS: dict[str, Callable[[Job, Case, Trace], None]] = {
+    "threads": _record_in_threads,
+    "processes": _record_in_processes,
+}
