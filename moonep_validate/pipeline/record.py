@@ -12,7 +12,7 @@ from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.lost import calls_of_lost_rank
 from moonep_validate.pipeline.selection import buffer_key, too_few_gpus
 from moonep_validate.pipeline.target import subject_of
-from moonep_validate.scenarios.buffer import NEEDS_GPU, SCENARIOS
+from moonep_validate.scenarios.registry import NEEDS_GPU, SCENARIOS
 from moonep_validate.scenarios.rig import Rig
 from moonep_validate.trace.keep import Keep
 from moonep_validate.trace.trace import Recorder, Relation, Trace, described

@@ -1,4 +1,4 @@
-"""Which calls are made? Plain SPMD functions over a rig, and the relations they promise between steps.
+"""Which calls does a Buffer get, stage by stage? Scenarios that need the Buffer's own door.
 
 Each variant step differs from the base step in exactly one thing.
 """
@@ -16,24 +16,9 @@ from moonep_validate.data.problem import (
     Batch,
     gradients,
     injected_rows,
-    odd_ids,
     packed_weights,
     random_bits,
     shifted,
-)
-from moonep_validate.data.transforms import (
-    every_other,
-    first_expert,
-    half,
-    in_place,
-    others_changed,
-    permuted,
-    relabelled,
-    relabelled_weights,
-    rotated,
-    scaled_weights,
-    some_routes,
-    taken,
 )
 from moonep_validate.scenarios.rig import Dispatched, Rig
 from moonep_validate.scenarios.schedule import Flight, flights, interleaving
@@ -43,29 +28,7 @@ _GUARD = 0x5A
 _CAPTURED = ("dispatch.rows", "dispatch.row_weights", "combine.hidden", "combine.topk_weights")
 _FLOWN = ("dispatch.rows", "dispatch.dst", "prefetch.slot_gate", "combine.hidden")
 _ROWS = ("dispatch.rows", "dispatch.row_weights", "dispatch.dst", "dispatch.cu_seqlens")
-_LAYER = ("dispatch.rows", "prefetch.slot_gate", "combine.hidden", "layer.out")
 _WHOLE = (*_ROWS, "prefetch.slot_gate", "combine.hidden", "combine.topk_weights", "layer.out")
-
-
-def base(rig: Rig) -> None:
-    """One forward pass."""
-    with rig.open() as session:
-        session.forward("base", rig.batch())
-
-
-def two_poisons(rig: Rig) -> None:
-    """The same pass twice, undefined memory filled with NaN, then with a large number: same output."""
-    with rig.open() as session:
-        session.forward("base", rig.batch())
-        rig.poison_value = 2.0**40
-        session.forward("other_poison", rig.batch())
-    rig.promise("I10", "other_poison", "base", "layer.out")
-
-
-def marked_slots(rig: Rig) -> None:
-    """The slots change sign between prefetch and experts; the rows computed from them must follow."""
-    with rig.open() as session:
-        session.forward("marked", rig.batch(), mark=True)
 
 
 def variants(rig: Rig) -> None:
@@ -334,164 +297,3 @@ def destructive(rig: Rig) -> None:
     with rig.open() as session:
         for what, call in calls.items():
             session.refuses("destructive", what, call)
-
-
-def layers(rig: Rig) -> None:
-    """Two layers of an engine in turn, with other tokens in between: they share slots and Buffers, not weights."""
-    batch = rig.batch()
-    with rig.open() as session:
-        session.forward("base", batch)
-        session.forward("other_layer", shifted(rig.case, rig.comm.rank), layer=1)
-        session.forward("back", batch)
-        rig.promise("V8", "back", "base", *_LAYER)
-        session.forward("other_tokens", batch, layer=1)
-
-
-def token_counts(rig: Rig) -> None:
-    """Steps with other token counts on each rank, among them none, one, and one beside a power of two."""
-    S, ranks = rig.case.S, rig.case.R
-    counts = [count for count in (0, 1, S // 2 - 1, S // 2, S // 2 + 1, S - 1, S) if count >= 0]
-    with rig.open() as session:
-        for first, count in enumerate(counts):
-            mine = counts[(first + 2 * rig.comm.rank) % len(counts)] if ranks > 1 else count
-            session.forward(f"counts_{first}", rig.batch(mine))
-
-
-def invalid_ids(rig: Rig) -> None:
-    """Invalid and repeated expert ids, as engines hand them on for skipped routes."""
-    with rig.open() as session:
-        session.forward("base", odd_ids(rig.case, rig.comm.rank))
-
-
-def abort(rig: Rig) -> None:
-    """An exception between prepare and finalize on every rank; the step after it must be healthy."""
-    with rig.open() as session:
-        session.forward("base", rig.batch())
-        session.abort("broken", shifted(rig.case, rig.comm.rank))
-        session.forward("after", rig.batch())
-        rig.promise("I11", "after", "base", *_LAYER)
-
-
-def reload(rig: Rig) -> None:
-    """Other weights are loaded into a living layer; the engine follows, or refuses and keeps what it had."""
-    with rig.open() as session:
-        session.forward("base", rig.batch())
-        if session.reload(1):
-            session.forward("reloaded", rig.batch(), weights=1)
-        else:
-            session.forward("kept", rig.batch())
-            rig.promise("I11", "kept", "base", *_LAYER)
-
-
-def answers(rig: Rig) -> None:
-    """Configurations and inputs that an engine must refuse, and some that it must not."""
-    with rig.open() as session:
-        session.probe()
-        session.forward("after", rig.batch())
-
-
-def metamorphic(rig: Rig) -> None:
-    """Tokens in another order, on other ranks, in two halves, with renumbered experts: the same outputs."""
-    case, rank = rig.case, rig.comm.rank
-    moves = {
-        "permuted": ("V9", permuted(case)),
-        "rotated": ("V11", rotated(case)),
-        "first_half": ("V12", half(case, second=False)),
-        "second_half": ("V12", half(case, second=True)),
-    }
-    with rig.open() as session:
-        session.forward("base", rig.batch())
-        for step, (id, places) in moves.items():
-            session.forward(step, taken(case, rank, places))
-            rig.promise(id, step, "base", "layer.out", tokens=places, terms={"base": 1})
-        session.forward("relabelled", relabelled(case, rank), layer=rig.layer(relabelled_weights(case)))
-        rig.promise("V10", "relabelled", "base", "layer.out", tokens=in_place(case), terms={"base": 1})
-
-
-def independent(rig: Rig) -> None:
-    """Every other token changes, the routing does not: the outputs of the tokens in between keep their bits."""
-    kept = every_other(rig.case)
-    with rig.open() as session:
-        session.forward("base", rig.batch())
-        session.forward("others_changed", others_changed(rig.case, rig.comm.rank, kept))
-        rig.promise("V13", "others_changed", "base", "layer.out", tokens=kept)
-
-
-def linear(rig: Rig) -> None:
-    """Contributions add up: of scaled experts, of some routes alone, of routes of weight 0, of one taken twice."""
-    case, rank, tokens = rig.case, rig.comm.rank, in_place(rig.case)
-    with rig.open() as session:
-        session.forward("base", rig.batch())
-        for step, factor in (("silenced", 0), ("negated", -1)):
-            session.forward(step, rig.batch(), layer=rig.layer(scaled_weights(case, factor)))
-        rig.promise("V14", "negated", "base", "layer.out", tokens=tokens, terms={"silenced": 2, "base": -1})
-        session.forward("even_routes", some_routes(case, rank, odd=False))
-        session.forward("odd_routes", some_routes(case, rank, odd=True))
-        rig.promise("V15", "odd_routes", "base", "layer.out", tokens=tokens, terms={"base": 1, "even_routes": -1})
-        session.forward("elsewhere", some_routes(case, rank, odd=False, elsewhere=True))
-        rig.promise("V16", "elsewhere", "even_routes", "layer.out", tokens=tokens, terms={"even_routes": 1})
-        session.forward("once", first_expert(case, rank, twice=False))
-        session.forward("twice", first_expert(case, rank, twice=True))
-        rig.promise("V17", "twice", "once", "layer.out", tokens=tokens, terms={"once": 1})
-
-
-def slot_counts(rig: Rig) -> None:
-    """Generation A: Buffers with other slot counts compute the same."""
-    tokens = in_place(rig.case)
-    with rig.open() as session:
-        session.forward("base", rig.batch())
-    for step, slots in (("one_slot", 1), ("all_slots", None)):
-        with rig.open(slots=slots) as session:
-            session.forward(step, rig.batch())
-        rig.promise("V18", step, "base", "layer.out", tokens=tokens, terms={"base": 1})
-
-
-SCENARIOS: dict[str, Callable[[Rig], None]] = {
-    function.__name__: function
-    for function in (
-        base,
-        two_poisons,
-        marked_slots,
-        variants,
-        nemesis,
-        graph,
-        combine_only,
-        dispatch_only,
-        packed,
-        pools,
-        grouped,
-        grads,
-        life,
-        refusals,
-        destructive,
-        layers,
-        token_counts,
-        invalid_ids,
-        abort,
-        reload,
-        answers,
-        metamorphic,
-        independent,
-        linear,
-        slot_counts,
-    )
-}
-
-#: Scenarios that call a Buffer stage by stage, that need a GPU, and that need an engine around a Buffer.
-NEEDS_BUFFER = (
-    "variants",
-    "nemesis",
-    "graph",
-    "combine_only",
-    "dispatch_only",
-    "packed",
-    "pools",
-    "grouped",
-    "grads",
-    "life",
-    "refusals",
-    "destructive",
-    "slot_counts",
-)
-NEEDS_GPU = ("graph",)
-NEEDS_ENGINE = ("invalid_ids", "abort", "reload", "answers")

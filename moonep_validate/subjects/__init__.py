@@ -9,7 +9,7 @@ from moonep_validate import __version__
 from moonep_validate.cases.case import Case
 from moonep_validate.judge.verdict import MODEL_STAGES, STAGES
 from moonep_validate.reference import moonep_a, moonep_b
-from moonep_validate.scenarios.buffer import NEEDS_ENGINE
+from moonep_validate.scenarios.registry import NEEDS_ENGINE
 from moonep_validate.scenarios.rig import Rig, Session
 from moonep_validate.subjects import experts
 from moonep_validate.subjects.buffer.adapter import detect_generation, import_module

@@ -119,7 +119,7 @@ def test_vocabulary_has_exactly_what_is_implemented() -> None:
     from moonep_validate.data.problem import _HIDDEN
     from moonep_validate.data.routing import _GENERATORS
     from moonep_validate.judge.witnesses import WITNESSES
-    from moonep_validate.scenarios.buffer import SCENARIOS
+    from moonep_validate.scenarios.registry import SCENARIOS
 
     implemented: dict[str, Iterable[str]] = {
         "routing": _GENERATORS,

@@ -111,7 +111,7 @@ def test_an_honest_engine_passes(words: str) -> None:
 
 
 def test_every_scenario_for_engines_is_tried() -> None:
-    from moonep_validate.scenarios.buffer import NEEDS_BUFFER, SCENARIOS
+    from moonep_validate.scenarios.registry import NEEDS_BUFFER, SCENARIOS
 
     tried = {Case.parse(f"{SIZES}+{words}").scenario.name for words in HONEST}
     assert tried == set(SCENARIOS) - set(NEEDS_BUFFER)

@@ -13,7 +13,7 @@ from moonep_validate.judge.witnesses import WITNESSES
 from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.record import record
 from moonep_validate.pipeline.run import run_case
-from moonep_validate.scenarios.buffer import SCENARIOS
+from moonep_validate.scenarios.registry import SCENARIOS
 from moonep_validate.scenarios.rig import Rig
 from moonep_validate.studies.mutate import case_list
 from moonep_validate.trace.trace import Part

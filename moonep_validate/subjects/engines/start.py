@@ -17,7 +17,7 @@ from typing import Any
 
 from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.judge.verdict import MODEL_STAGES, STAGES
-from moonep_validate.scenarios.buffer import NEEDS_BUFFER
+from moonep_validate.scenarios.registry import NEEDS_BUFFER
 from moonep_validate.scenarios.rig import Rig
 from moonep_validate.subjects import NOTHING, Subject
 from moonep_validate.subjects.engines import tap

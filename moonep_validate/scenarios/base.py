@@ -1,0 +1,50 @@
+"""Which passes through a layer are made? Scenarios at the layer door, for a Buffer and for an engine alike."""
+
+from __future__ import annotations
+
+from moonep_validate.data.problem import shifted
+from moonep_validate.scenarios.rig import Rig
+
+LAYER_TAPS = ("dispatch.rows", "prefetch.slot_gate", "combine.hidden", "layer.out")
+
+
+def base(rig: Rig) -> None:
+    """One forward pass."""
+    with rig.open() as session:
+        session.forward("base", rig.batch())
+
+
+def two_poisons(rig: Rig) -> None:
+    """The same pass twice, undefined memory filled with NaN, then with a large number: same output."""
+    with rig.open() as session:
+        session.forward("base", rig.batch())
+        rig.poison_value = 2.0**40
+        session.forward("other_poison", rig.batch())
+    rig.promise("I10", "other_poison", "base", "layer.out")
+
+
+def marked_slots(rig: Rig) -> None:
+    """The slots change sign between prefetch and experts; the rows computed from them must follow."""
+    with rig.open() as session:
+        session.forward("marked", rig.batch(), mark=True)
+
+
+def layers(rig: Rig) -> None:
+    """Two layers of an engine in turn, with other tokens in between: they share slots and Buffers, not weights."""
+    batch = rig.batch()
+    with rig.open() as session:
+        session.forward("base", batch)
+        session.forward("other_layer", shifted(rig.case, rig.comm.rank), layer=1)
+        session.forward("back", batch)
+        rig.promise("V8", "back", "base", *LAYER_TAPS)
+        session.forward("other_tokens", batch, layer=1)
+
+
+def token_counts(rig: Rig) -> None:
+    """Steps with other token counts on each rank, among them none, one, and one beside a power of two."""
+    S, ranks = rig.case.S, rig.case.R
+    counts = [count for count in (0, 1, S // 2 - 1, S // 2, S // 2 + 1, S - 1, S) if count >= 0]
+    with rig.open() as session:
+        for first, count in enumerate(counts):
+            mine = counts[(first + 2 * rig.comm.rank) % len(counts)] if ranks > 1 else count
+            session.forward(f"counts_{first}", rig.batch(mine))
