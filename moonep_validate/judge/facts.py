@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moonep_validate.cases.case import Case
 from moonep_validate.cases.layout import Bools, Ints, Layout
+from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.oracle.plan import Plan
 from moonep_validate.trace.trace import Call, Relation, Trace
 
@@ -121,9 +122,9 @@ class Step:
         return "local_gate_scale" in self.call("load", 0).tensors
 
     @property
-    def rounds(self) -> tuple[str, ...]:
-        """Rounding points of the experts beyond those of the reference, as their part declares them."""
-        return self.trace.parts["experts"].rounds
+    def arithmetic(self) -> Arithmetic:
+        """How the experts of this case compute, with the rounding points that their part declares."""
+        return Arithmetic.of(self.case, self.trace.parts["experts"].rounds)
 
     def relations(self) -> list[tuple[Relation, Step]]:
         """Promises that this step makes, each with its base step."""

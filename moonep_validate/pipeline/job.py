@@ -14,7 +14,7 @@ from moonep_validate.faults import parse_fault
 from moonep_validate.judge.waivers import waivers_of
 from moonep_validate.subjects.engines import start as engines
 from moonep_validate.subjects.experts import DEFAULT
-from moonep_validate.subjects.experts import probe as probe_experts
+from moonep_validate.subjects.experts import identify as identify_experts
 from moonep_validate.subjects.probe import probe
 from moonep_validate.trace.keep import Keep
 from moonep_validate.trace.trace import Part
@@ -176,7 +176,7 @@ def _with_experts(job: Job, name: str) -> Job:
     """Ask a part for the experts what it is; one that cannot run here makes every case not run."""
     if name == DEFAULT:
         return job
-    answer = probe_experts(name)
+    answer = identify_experts(name)
     options = f"{job.options} --experts {name}".strip()
     if isinstance(answer, str):
         return replace(job, experts=name, not_run=answer, options=options)

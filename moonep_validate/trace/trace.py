@@ -45,7 +45,7 @@ class Part:
         package, version, revision, dirty, editable, url, file: what was imported, see provenance.py.
         policy: ``upstream`` where the part promises upstream's exact plan and rounding, else ``legal``.
         seams: where code was replaced; each lowers the level.
-        rounds: rounding points beyond those of the reference experts (oracle/dense.py).
+        rounds: rounding points beyond those of the reference experts (oracle/arithmetic.py).
     """
 
     origin: str

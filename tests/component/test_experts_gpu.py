@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moonep_validate.cases.case import Case
 from moonep_validate.cases.hashing import hashed, normal, unit
-from moonep_validate.judge.oracle.activation import SILU
+from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.oracle.dense import pieces
 from moonep_validate.judge.oracle.judge import judge_rows
 from moonep_validate.pipeline.job import make_job
@@ -30,7 +30,7 @@ from moonep_validate.reference.experts import swiglu
 from moonep_validate.subjects import experts
 from moonep_validate.subjects.experts import deepgemm, fp8
 from moonep_validate.subjects.experts.behaviour import behaviour
-from moonep_validate.subjects.experts.part import Experts, Unavailable
+from moonep_validate.subjects.experts.implementation import Experts, Unavailable
 from moonep_validate.subjects.experts.permute import row_groups, tile
 
 pytestmark = [
@@ -148,7 +148,7 @@ def test_a_layer_of_kimi_k3_is_right_and_judging_it_is_not_dear(name: str, layer
     part = found(name)
     out = part.compute(layer.rows, layer.factors, layer.ends, layer.weights, swiglu)
     judge = partial(
-        judge_rows, layer.rows, out, layer.group, layer.weights, layer.factors, False, part.part.rounds, SILU
+        judge_rows, layer.rows, out, layer.group, layer.weights, layer.factors, Arithmetic(rounds=part.part.rounds)
     )
     judged = judge()
     own, floor, whole = seconds(bare(name, layer)), seconds(partial(float64_products, layer)), seconds(judge)
@@ -173,7 +173,9 @@ def test_weights_of_a_neighbour_are_seen(name: str, layer: Layer) -> None:
     order[3], order[4] = 4, 3
     wrong = [*layer.weights[:2], layer.weights[2][order]]
     out = part.compute(layer.rows, layer.factors, layer.ends, wrong, swiglu)
-    judged = judge_rows(layer.rows, out, layer.group, layer.weights, layer.factors, False, part.part.rounds)
+    judged = judge_rows(
+        layer.rows, out, layer.group, layer.weights, layer.factors, Arithmetic(rounds=part.part.rounds)
+    )
     assert judged.group in (3, 4)
     assert judged.wrong > 0.5 * H * (2 * PAD + 1)
 

@@ -31,6 +31,7 @@ from moonep_validate.formats.kimi_k3 import ROLES, Geometry, Source
 from moonep_validate.formats.layouts import Order
 from moonep_validate.formats.loaded import Loaded, Shard, due
 from moonep_validate.judge.oracle.activation import SILU, SITU, Activation
+from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.oracle.bounds import SIGMAS
 from moonep_validate.judge.oracle.dense import dense_layer
 from moonep_validate.subjects.engines.vllm import Vllm
@@ -298,7 +299,9 @@ def judged(made: Made, kind: Kind) -> Verdict:
         for matrix in ("w1", "w3", "w2")
     ]
     hidden, factors, ids = inputs(kind.geometry)
-    want, variance = dense_layer(hidden, ids.long(), factors, weights, None, False, ROUNDS, kind.activation)
+    want, variance = dense_layer(
+        hidden, ids.long(), factors, weights, None, Arithmetic(False, ROUNDS, kind.activation)
+    )
     got = made.forward(hidden.to(DEVICE), factors.to(DEVICE), ids.to(DEVICE)).double().cpu()
     error = (got - want).nan_to_num(nan=torch.inf).abs()
     off = error / variance.sqrt()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moonep_validate.reference.experts import swiglu
 from moonep_validate.subjects.experts import deepgemm, fp8
-from moonep_validate.subjects.experts.part import Activation
+from moonep_validate.subjects.experts.implementation import Activation
 from moonep_validate.subjects.experts.permute import Tiles, row_groups, tile
 
 __version__ = "0.0-fake"

@@ -9,6 +9,7 @@ from moonep_validate.cases.case import Case
 from moonep_validate.cases.hashing import below, hashed, normal, unit
 from moonep_validate.data.problem import PROJECTIONS, batch, expert_weights
 from moonep_validate.data.routing import topk_ids
+from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.oracle.dense import dense_layer
 from moonep_validate.reference.experts import grouped_experts
 
@@ -115,7 +116,7 @@ def test_ints_are_exact_in_any_order(top_k: int, hidden: int, intermediate: int)
     tokens = [batch(case, rank) for rank in range(2)]
     x = torch.stack([t.hidden for t in tokens])
     ids, scale = torch.stack([t.topk_ids for t in tokens]), torch.stack([t.topk_weights for t in tokens])
-    want, _ = dense_layer(x, ids, scale, list(weights.values()), None, exact=True)
+    want, _ = dense_layer(x, ids, scale, list(weights.values()), None, Arithmetic(exact=True))
     order = ids.flatten().argsort(stable=True)
     rows = x.flatten(0, 1).repeat_interleave(top_k, 0)[order]
     ends = ids.flatten().long().bincount(minlength=4).cumsum(0)

@@ -9,6 +9,7 @@ import torch
 
 from moonep_validate.cases.case import Case
 from moonep_validate.cases.hashing import hashed, normal
+from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.oracle.bounds import block_variance
 from moonep_validate.judge.oracle.dense import grouped_rows
 from moonep_validate.judge.verdict import Verdict
@@ -18,7 +19,7 @@ from moonep_validate.reference.experts import swiglu
 from moonep_validate.subjects import experts
 from moonep_validate.subjects.experts import deepgemm, fp8
 from moonep_validate.subjects.experts.behaviour import behaviour
-from moonep_validate.subjects.experts.part import Unavailable
+from moonep_validate.subjects.experts.implementation import Unavailable
 from tests.self import fake_deep_gemm as fake
 
 FAKE = "tests.self.fake_deep_gemm"
@@ -152,7 +153,7 @@ def test_bounds_of_declared_rounding_are_neither_loose_nor_tight(kind: str) -> N
     part = experts.find(f"{FAKE}:{kind}")
     out = part.compute(rows, factors, ends, weights, swiglu)
     group = torch.arange(2).repeat_interleave(64)
-    want, variance = grouped_rows(rows, group, weights, factors, False, part.part.rounds)
+    want, variance = grouped_rows(rows, group, weights, factors, Arithmetic(rounds=part.part.rounds))
     off = (out.double() - want).abs() / variance.sqrt()
     assert 0.62 < float(off.median()) < 0.74
     assert 3 < float(off.max()) < 6

@@ -17,7 +17,7 @@ from moonep_validate.pipeline.require import unmet
 from moonep_validate.pipeline.run import run_case
 from moonep_validate.subjects import experts
 from moonep_validate.subjects.experts import torch_grouped
-from moonep_validate.subjects.experts.part import Unavailable
+from moonep_validate.subjects.experts.implementation import Unavailable
 from moonep_validate.trace.trace import Part
 from tests.self import fake_deep_gemm as fake
 
@@ -137,7 +137,7 @@ def test_what_cannot_run_here_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert unmet(make_job(experts="torch"), ["experts=torch"]) == []
     assert unmet(make_job(), ["experts=torch"]) != []
-    assert isinstance(experts.probe("torch"), Part)
+    assert isinstance(experts.identify("torch"), Part)
 
 
 def test_a_part_is_asked_for_what_it_supports() -> None:

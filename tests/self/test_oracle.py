@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.oracle.bounds import rounding_variance, within
 from moonep_validate.judge.oracle.combine import combined
 from moonep_validate.judge.oracle.dense import dense_layer, expert_rows
@@ -38,7 +39,7 @@ def test_legal_summation_orders_stay_inside_the_bound() -> None:
     x, scale = torch.randn(4, 96, generator=generator).bfloat16(), torch.rand(4, generator=generator)
     gate, up = (torch.randn(2, 64, 96, generator=generator) / 10).bfloat16()
     down = (torch.randn(40, 64, generator=generator) / 8).bfloat16()
-    want, variance = expert_rows(x, (gate, up, down), scale, exact=False)
+    want, variance = expert_rows(x, (gate, up, down), scale)
     ratios = []
     for _ in range(1000):
         g, u = (_shuffled_product(x.float(), w.float(), generator) for w in (gate, up))
@@ -57,7 +58,7 @@ def test_real_faults_are_outside_the_bound(fault: str) -> None:
     x, scale = torch.randn(4, 96, generator=generator).bfloat16(), torch.rand(4, generator=generator) * 0.5 + 0.1
     gate, up = (torch.randn(2, 64, 96, generator=generator) / 10).bfloat16()
     down = (torch.randn(40, 64, generator=generator) / 8).bfloat16()
-    want, variance = expert_rows(x, (gate, up, down), scale, exact=False)
+    want, variance = expert_rows(x, (gate, up, down), scale)
     bad_x, bad_scale, bad_weights = x.clone(), scale, [gate, up, down]
     if fault == "one term missing":
         bad_x[:, 95] = 0
@@ -67,7 +68,7 @@ def test_real_faults_are_outside_the_bound(fault: str) -> None:
         bad_weights = [up, gate, down]
     else:
         bad_weights = [gate.to(torch.float8_e4m3fn).bfloat16(), up, down]
-    got, _ = expert_rows(bad_x, bad_weights, bad_scale, exact=True)
+    got, _ = expert_rows(bad_x, bad_weights, bad_scale, Arithmetic(exact=True))
     assert not within(want, got.bfloat16().double(), variance).all()
 
 
@@ -101,7 +102,7 @@ def test_dense_layer_equals_a_loop_over_tokens() -> None:
     scale = torch.rand(2, 3, 2, generator=generator)
     gate, up = torch.randn(2, 3, 5, 16, generator=generator).double()
     down = torch.randn(3, 16, 5, generator=generator).double()
-    got, variance = dense_layer(hidden, ids, scale, (gate, up, down), None, exact=False)
+    got, variance = dense_layer(hidden, ids, scale, (gate, up, down), None)
     for r in range(2):
         for s in range(3):
             want = torch.zeros(16, dtype=torch.float64)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moonep_validate.cases.hashing import hashed, normal
+from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.oracle.dense import CHUNK, grouped_rows, pieces
 from moonep_validate.judge.oracle.judge import judge_rows, sigmas
 from moonep_validate.reference.experts import grouped_experts
@@ -15,7 +16,7 @@ def test_the_oracle_is_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> No
     group = torch.tensor([2, 0, 2, 2, 0, 2, 2])
     x, factor = torch.arange(56).view(7, 8).double() / 9, torch.arange(1, 8).double()
     weights = [torch.arange(96).view(3, 4, 8) / 50, torch.arange(96).view(3, 4, 8) / 70, torch.ones(3, 8, 4)]
-    whole = grouped_rows(x, group, weights, factor, exact=False)
+    whole = grouped_rows(x, group, weights, factor, Arithmetic())
     assert CHUNK > 2
     monkeypatch.setattr("moonep_validate.judge.oracle.dense.CHUNK", 2)
     assert [(index, rows.tolist()) for index, rows in pieces(group)] == [
@@ -24,7 +25,7 @@ def test_the_oracle_is_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> No
         (2, [3, 5]),
         (2, [6]),
     ]
-    for one, other in zip(whole, grouped_rows(x, group, weights, factor, exact=False), strict=True):
+    for one, other in zip(whole, grouped_rows(x, group, weights, factor, Arithmetic()), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
 
 
@@ -33,10 +34,10 @@ def test_rough_variances_of_a_gpu_are_above_the_exact_ones_and_near(monkeypatch:
     shapes = ((1, 128, 256), (1, 128, 256), (1, 256, 128))
     weights = [normal(hashed(f"w{n}", 0, torch.arange(a * b * c))).view(a, b, c) / c for n, (a, b, c) in enumerate(shapes)]  # fmt: skip
     for rounds in ((), ("fp8_inputs", "fp8_weights"), ("silu", "route_weight", "weighted_activation")):
-        exact = grouped_rows(x, torch.zeros(9).long(), weights, factor, exact=False, rounds=rounds)
+        exact = grouped_rows(x, torch.zeros(9).long(), weights, factor, Arithmetic(rounds=rounds))
         with monkeypatch.context() as patch:
             patch.setattr("moonep_validate.judge.oracle.dense._rough", lambda device: torch.float32)
-            rough = grouped_rows(x, torch.zeros(9).long(), weights, factor, exact=False, rounds=rounds)
+            rough = grouped_rows(x, torch.zeros(9).long(), weights, factor, Arithmetic(rounds=rounds))
         assert torch.equal(exact[0], rough[0])
         ratio = rough[1] / exact[1]
         assert 0.9999 < float(ratio.min()) < float(ratio.max()) < 1.07, rounds
@@ -59,13 +60,13 @@ def test_streaming_judgement_agrees_with_the_whole(monkeypatch: pytest.MonkeyPat
     order = torch.tensor([1, 4, 0, 3, 5, 6, 7])
     out = torch.full((8, 32), torch.nan, dtype=torch.bfloat16)
     out[order] = grouped_experts(x[order], factor[order], ends, weights)
-    judged = judge_rows(x, out, group, weights, factor, exact=False)
+    judged = judge_rows(x, out, group, weights, factor, Arithmetic())
     assert (judged.elements, judged.wrong) == (7 * 32, 0)
     assert 0.5 < judged.worst < 6
     out[5, 7] += 2
-    judged = judge_rows(x, out, group, weights, factor, exact=False)
+    judged = judge_rows(x, out, group, weights, factor, Arithmetic())
     assert (judged.wrong, judged.row, judged.group, judged.column) == (1, 5, 2, 7)
     out[4, 1] = torch.nan
-    judged = judge_rows(x, out, group, weights, factor, exact=False)
+    judged = judge_rows(x, out, group, weights, factor, Arithmetic())
     assert (judged.wrong, judged.worst, judged.row) == (2, torch.inf, 4)
-    assert judge_rows(x[:1], out[:1], torch.tensor([-1]), weights, factor[:1], exact=False).elements == 0
+    assert judge_rows(x[:1], out[:1], torch.tensor([-1]), weights, factor[:1], Arithmetic()).elements == 0

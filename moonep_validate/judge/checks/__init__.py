@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moonep_validate.judge.facts import Absent, Missing, Step, Undecided
+from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.verdict import STAGES, Finding, Result
 from moonep_validate.trace.keep import LEVELS, Keep
 from moonep_validate.trace.trace import Trace, bits, same_bits
@@ -164,6 +165,15 @@ def differ_bits(what: str, expected: Tensor, actual: Tensor, place: Place) -> Co
     first = tuple(torch.nonzero(bits(expected) != bits(actual))[0].tolist())
     finding = replace(finding, expected=_bits_text(expected[first]), actual=_bits_text(actual[first]))
     return replace(compared, findings=(finding,))
+
+
+def differ_beyond(
+    what: str, expected: Tensor, actual: Tensor, variance: Tensor, arithmetic: Arithmetic, place: Place
+) -> Compared:
+    """Compare float64 results with an oracle's: equal, or within their bound where the arithmetic rounds."""
+    same_shape = expected.shape == actual.shape
+    bad = arithmetic.wrong(expected, actual, variance) if same_shape else None
+    return differ(what, expected, actual, place, bad=bad)
 
 
 def unchanged_inputs(s: Step, op: str) -> Iterator[Compared]:

@@ -11,11 +11,9 @@ from torch import Tensor
 from moonep_validate.cases.layout import Bools, Ints
 from moonep_validate.data.problem import PROJECTIONS
 from moonep_validate.formats import mxfp4
-from moonep_validate.judge.checks import Compared, axes, check, differ, unchanged_inputs
+from moonep_validate.judge.checks import Compared, axes, check, differ, differ_beyond, unchanged_inputs
 from moonep_validate.judge.checks.identity import said_of
 from moonep_validate.judge.facts import Absent, Step
-from moonep_validate.judge.oracle.activation import activation_of
-from moonep_validate.judge.oracle.bounds import within
 from moonep_validate.judge.oracle.dense import grouped_rows
 
 
@@ -29,28 +27,24 @@ def expert_rows(s: Step) -> Iterator[Compared]:
 
 
 def _rank_rows(s: Step, rank: int) -> Compared:
-    exact = s.case.fill.name == "ints"
     given, row_weights, out = (s.one("experts", rank, name) for name in ("rows", "row_weights", "out"))
     rows, index, group = _places(s, rank)
     weights = stored_weights(s, rank)
-    activation = activation_of(s.case.model)
     values = decoded_weights(weights)
-    want, variance = grouped_rows(given[index], group, values, row_weights[index], exact, s.rounds, activation)
+    want, variance = grouped_rows(given[index], group, values, row_weights[index], s.arithmetic)
     got = out[index].double()
 
     def place(i: tuple[int, ...]) -> dict[str, int]:
         return {**_row_place(s, rank, int(rows[i[0]]), int(group[i[0]])), "column": i[1]}
 
-    bad = None if exact else ~within(want, got, variance)
-    compared = differ("expert output", want, got, place, bad=bad)
-    if not compared.findings:
+    compared = differ_beyond("expert output", want, got, variance, s.arithmetic, place)
+    if not compared.findings or want.shape != got.shape:
         return compared
-    wrong = want != got if bad is None else bad
-    first = int(torch.nonzero(wrong & ~(want.isnan() & got.isnan()))[0, 0])
+    first = int(torch.nonzero(s.arithmetic.wrong(want, got, variance))[0, 0])
     known = s.has_call("dispatch", rank) and not s.has("experts", "sample")  # else groups have other numbers
     names = s.group_expert[rank] if known else np.full(len(values[0]), -1)
     row = given[index[first]], row_weights[index[first]], got[first]
-    return compared.noting(said_of(s.case.model, row, int(group[first]), weights, names, exact, s.rounds))
+    return compared.noting(said_of(row, int(group[first]), weights, names, s.arithmetic))
 
 
 def _places(s: Step, rank: int) -> tuple[Ints, Tensor, Tensor]:

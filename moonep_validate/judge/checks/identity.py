@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from moonep_validate.cases.case import Spec
 from moonep_validate.cases.layout import Ints
 from moonep_validate.data.problem import PROJECTIONS
 from moonep_validate.formats import mxfp4
-from moonep_validate.judge.oracle.activation import SILU, SITU, Activation, activation_of
-from moonep_validate.judge.oracle.bounds import within
+from moonep_validate.judge.oracle.activation import SILU, SITU, Activation
+from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.oracle.dense import expert_rows
 
 _Guess = tuple[str, Sequence[Tensor], Tensor, Activation]
@@ -20,37 +20,35 @@ _LOW = 15
 
 
 def said_of(
-    model: Spec,
     row: tuple[Tensor, Tensor, Tensor],
     group: int,
     weights: Sequence[Tensor],
     experts: Ints,
-    exact: bool,
-    rounds: Sequence[str],
+    arithmetic: Arithmetic,
 ) -> str:
     """A remark for a finding: the first mistake that gives this very row, or nothing.
 
     Args:
-        model: of the case.
         row: input ``[H]``, route weight, and the output ``[H]`` float64 that came.
         group: of the row.
         weights: of all groups, with scales if packed.
         experts: expert of each group, -1 where that is not known.
-        exact, rounds: see ``oracle.dense.gated_mlp``.
+        arithmetic: see ``oracle.dense.gated_mlp``.
     """
     x, route_weight, got = row
-    for text, mine, factor, activation in _guesses(model, route_weight, group, weights, experts):
-        want, variance = expert_rows(x[None], mine, factor[None], exact, rounds, activation)
-        if bool((want[0] == got).all() if exact else within(want[0], got, variance[0]).all()):
+    for text, mine, factor, activation in _guesses(arithmetic, route_weight, group, weights, experts):
+        supposed = replace(arithmetic, activation=activation)
+        want, variance = expert_rows(x[None], mine, factor[None], supposed)
+        if not bool(supposed.wrong(want[0], got, variance[0]).any()):
             return f"; it is the row {text}"
     return ""
 
 
 def _guesses(
-    model: Spec, route_weight: Tensor, group: int, weights: Sequence[Tensor], experts: Ints
+    arithmetic: Arithmetic, route_weight: Tensor, group: int, weights: Sequence[Tensor], experts: Ints
 ) -> Iterator[_Guess]:
     """What might have been computed instead, the most special first."""
-    activation, one = activation_of(model), torch.ones_like(route_weight)
+    activation, one = arithmetic.activation, torch.ones_like(route_weight)
     mine = _values(weights, group)
     yield "with the route weight applied twice", mine, route_weight**2, activation
     yield "without its route weight", mine, one, activation

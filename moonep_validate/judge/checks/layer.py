@@ -11,10 +11,8 @@ from torch import Tensor
 from moonep_validate.cases.layout import Ints
 from moonep_validate.data.problem import PROJECTIONS
 from moonep_validate.formats import mxfp4
-from moonep_validate.judge.checks import Compared, Place, axes, check, differ, differ_bits
+from moonep_validate.judge.checks import Compared, Place, axes, check, differ, differ_beyond, differ_bits
 from moonep_validate.judge.facts import Absent, Missing, Step
-from moonep_validate.judge.oracle.activation import activation_of
-from moonep_validate.judge.oracle.bounds import within
 from moonep_validate.judge.oracle.dense import dense_layer
 
 
@@ -45,14 +43,9 @@ def dense_reference(s: Step) -> Iterator[Compared]:
     if s.info("layer", "marked", False):  # the slots' down projection changed its sign: so does what they compute
         route_weights = torch.where(torch.from_numpy(s.in_slot[rank, token]), -route_weights, route_weights)
     weights = [_weight(s, name) for name in PROJECTIONS]
-    exact = s.case.fill.name == "ints"
     place = _rank_of(s, rank, token)
-    activation = activation_of(s.case.model)
-    want, variance = dense_layer(
-        hidden, ids.clamp(min=0), route_weights, weights, place, exact, s.rounds, activation
-    )
-    bad = None if exact else ~within(want, got.double(), variance)
-    yield differ("layer output", want, got.double(), _place(rank, token), bad=bad)
+    want, variance = dense_layer(hidden, ids.clamp(min=0), route_weights, weights, place, s.arithmetic)
+    yield differ_beyond("layer output", want, got.double(), variance, s.arithmetic, _place(rank, token))
 
 
 def _weight(s: Step, name: str) -> Tensor:

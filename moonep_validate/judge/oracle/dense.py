@@ -17,20 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moonep_validate.judge.oracle.activation import SILU, Activation
+from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.oracle.bounds import accumulation_variance, block_variance, rounding_variance
 
-#: Rounding points that an experts part may declare beyond those of the reference experts: the SiLU by itself is
-#: rounded, the route weight is rounded, the weight is applied before the down projection; FP8: what goes into a
-#: product is rounded to E4M3 under a scale per 1 x 128, its weights under one per 128 x 128.
-ROUNDS = ("silu", "route_weight", "weighted_activation", "fp8_inputs", "fp8_weights")
+#: BF16 data on the reference experts.
+_USUAL = Arithmetic()
 #: Rows of one group that are computed at once, so that memory is bounded whatever a group holds.
 CHUNK = 8192
 
 
-def gated_mlp(
-    x: Tensor, weights: Sequence[Tensor], exact: bool, rounds: Sequence[str] = (), activation: Activation = SILU
-) -> tuple[Tensor, Tensor]:
+def gated_mlp(x: Tensor, weights: Sequence[Tensor], arithmetic: Arithmetic = _USUAL) -> tuple[Tensor, Tensor]:
     """``down @ (gate_factor(gate @ x) * up_factor(up @ x))``, before any route weight.
 
     The errors of g and u travel through the activation by its own derivatives.
@@ -38,26 +34,25 @@ def gated_mlp(
     Args:
         x: ``[n, H]``.
         weights: gate and up ``[I, H]``, down ``[H, I]``.
-        exact: the data leaves nothing to round, so the variance is zero and is not computed.
-        rounds: further rounding points, of ``ROUNDS``.
-        activation: what is between the matrix products.
+        arithmetic: whether the data are exact, what is rounded, and what is between the matrix products.
 
     Returns:
-        Output and error variance, both ``[n, H]``: float64 (float32 if ``exact`` on a CPU), and the variance
+        Output and error variance, both ``[n, H]``: float64 (float32 if exact on a CPU), and the variance
         float64, or on a GPU float32; without the rounding of the output (``weighted``).
     """
     # Exact data are integers below 2**24 in every sum, so float32 gives the float64 result, in half the time; but
     # a GPU may be set to multiply float32 in fewer bits.
-    kind = torch.float32 if exact and x.device.type == "cpu" else torch.float64
+    activation, rounds = arithmetic.activation, arithmetic.rounds
+    kind = torch.float32 if arithmetic.exact and x.device.type == "cpu" else torch.float64
     wide, gate, up, down = (tensor.to(kind) for tensor in (x, *weights))
     g, u = wide @ gate.T, wide @ up.T
-    if exact:
+    if arithmetic.exact:
         y = (activation.gate(g)[0] * activation.up(u)[0]) @ down.T
         return y, torch.zeros_like(y)
     rough = _rough(x.device)
     x = x.to(rough)
     products = [_product_variance(x, weight, rounds) for weight in weights[:2]]
-    inner, variance = fused(_between, x.device)(g, u, *products, tuple(rounds), activation)
+    inner, variance = fused(_between, x.device)(g, u, *products, arithmetic)
     y = inner @ down.T
     return y, _product_variance(inner.to(rough), weights[2], rounds, variance)
 
@@ -76,15 +71,16 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _between(
-    g: Tensor, u: Tensor, product_g: Tensor, product_u: Tensor, rounds: tuple[str, ...], activation: Activation
+    g: Tensor, u: Tensor, product_g: Tensor, product_u: Tensor, arithmetic: Arithmetic
 ) -> tuple[Tensor, Tensor]:
     """What is between the products: the activation in the dtype of g, its error variance in that of the others.
 
     Args:
         g, u: ``[n, I]``.
         product_g, product_u: error variances of the products, before g and u are rounded.
-        rounds, activation: see ``gated_mlp``.
+        arithmetic: see ``gated_mlp``.
     """
+    activation, rounds = arithmetic.activation, arithmetic.rounds
     inner = activation.gate(g)[0] * activation.up(u)[0]
     g, u, value = (tensor.to(product_g.dtype) for tensor in (g, u, inner))
     (gated, gate_slope), (linear, up_slope) = activation.gate(g), activation.up(u)
@@ -109,7 +105,7 @@ def _product_variance(x: Tensor, weight: Tensor, rounds: Sequence[str], variance
     Args:
         x: ``[n, K]``, in the dtype of variances.
         weight: ``[rows, K]``, of any dtype.
-        rounds: see ``gated_mlp``.
+        rounds: of ``arithmetic.ROUNDS``.
         variance: ``[n, K]``, what x itself errs by.
     """
     variance = variance + accumulation_variance(x**2, x.shape[1])
@@ -142,9 +138,7 @@ def expert_rows(
     x: Tensor,
     weights: Sequence[Tensor],
     route_weights: Tensor,
-    exact: bool,
-    rounds: Sequence[str] = (),
-    activation: Activation = SILU,
+    arithmetic: Arithmetic = _USUAL,
 ) -> tuple[Tensor, Tensor]:
     """One expert on some rows.
 
@@ -152,16 +146,15 @@ def expert_rows(
         x: ``[n, H]``.
         weights: gate and up ``[I, H]``, down ``[H, I]``.
         route_weights: ``[n]``.
-        exact, rounds, activation: see ``gated_mlp``.
+        arithmetic: see ``gated_mlp``.
 
     Returns:
         Output float64 and error variance, both ``[n, H]``; see ``gated_mlp``.
     """
-    y, variance = gated_mlp(x, weights, exact, rounds, activation)
-    if exact:
+    y, variance = gated_mlp(x, weights, arithmetic)
+    if arithmetic.exact:
         return (route_weights.to(y.dtype)[:, None] * y).double(), variance.double()
-    out, variance = weighted(y, variance, route_weights, tuple(rounds))
-    return out, variance
+    return weighted(y, variance, route_weights, arithmetic.rounds)
 
 
 def weighted(y: Tensor, variance: Tensor, route_weights: Tensor, rounds: tuple[str, ...]) -> tuple[Tensor, Tensor]:
@@ -170,7 +163,7 @@ def weighted(y: Tensor, variance: Tensor, route_weights: Tensor, rounds: tuple[s
     Args:
         y, variance: ``[n, H]``, of ``gated_mlp``.
         route_weights: ``[n]``.
-        rounds: see ``gated_mlp``.
+        rounds: of ``arithmetic.ROUNDS``.
     """
     rough = variance.dtype
     out, factor = route_weights.to(y.dtype)[:, None] * y, route_weights.to(rough)[:, None]
@@ -187,9 +180,7 @@ def grouped_rows(
     group: Tensor,
     weights: Sequence[Tensor],
     route_weights: Tensor,
-    exact: bool,
-    rounds: Sequence[str] = (),
-    activation: Activation = SILU,
+    arithmetic: Arithmetic = _USUAL,
 ) -> tuple[Tensor, Tensor]:
     """Rows that belong to different groups, computed where they are, at most ``CHUNK`` at a time.
 
@@ -198,7 +189,7 @@ def grouped_rows(
         group: ``[n]``, index of each row's group.
         weights: gate and up ``[groups, I, H]``, down ``[groups, H, I]``.
         route_weights: ``[n]``.
-        exact, rounds, activation: see ``gated_mlp``.
+        arithmetic: see ``gated_mlp``.
 
     Returns:
         Output and error variance, both float64 ``[n, H]``.
@@ -207,9 +198,9 @@ def grouped_rows(
     variance = torch.zeros_like(out)
     for index, rows in pieces(group):
         mine = [weight[index] for weight in weights]
-        result = expert_rows(x[rows], mine, route_weights[rows], exact, rounds, activation)
+        result = expert_rows(x[rows], mine, route_weights[rows], arithmetic)
         out[rows] = result[0]
-        if not exact:
+        if not arithmetic.exact:
             variance[rows] = result[1].double()
     return out, variance
 
@@ -233,9 +224,7 @@ def dense_layer(
     topk_weights: Tensor,
     weights: Sequence[Tensor],
     rank_of: Tensor | None,
-    exact: bool,
-    rounds: Sequence[str] = (),
-    activation: Activation = SILU,
+    arithmetic: Arithmetic = _USUAL,
 ) -> tuple[Tensor, Tensor]:
     """Tokens of any ranks.
 
@@ -245,7 +234,7 @@ def dense_layer(
         topk_weights: ``[..., K]``.
         weights: gate and up ``[E, I, H]``, down ``[E, H, I]``.
         rank_of: ``[..., K]``, where each route is computed; None counts each route as a rank of its own.
-        exact, rounds, activation: see ``gated_mlp``.
+        arithmetic: see ``gated_mlp``.
 
     Returns:
         Output and error variance, both float64 ``[..., H]``.
@@ -253,10 +242,10 @@ def dense_layer(
     top_k, width = topk_ids.shape[-1], hidden.shape[-1]
     x = hidden.reshape(-1, width).repeat_interleave(top_k, dim=0)
     scale = topk_weights.flatten()
-    rows, variance = grouped_rows(x, topk_ids.flatten(), weights, scale, exact, rounds, activation)
+    rows, variance = grouped_rows(x, topk_ids.flatten(), weights, scale, arithmetic)
     rows, variance = rows.view(-1, top_k, width), variance.view(-1, top_k, width)
     total = rows.sum(dim=1)
-    if exact:
+    if arithmetic.exact:
         return total.view(hidden.shape), torch.zeros_like(hidden, dtype=torch.float64)
     # Routes of a token to one expert round the same intermediates: their errors add up, not their variances.
     ids, sigma = topk_ids.reshape(-1, top_k), variance.sqrt()

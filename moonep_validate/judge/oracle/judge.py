@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moonep_validate.judge.oracle.activation import SILU, Activation
+from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.oracle.bounds import SIGMAS
 from moonep_validate.judge.oracle.dense import fused, gated_mlp, pieces, weighted
 
@@ -73,9 +73,7 @@ def judge_rows(
     group: Tensor,
     weights: Sequence[Tensor],
     route_weights: Tensor,
-    exact: bool,
-    rounds: Sequence[str] = (),
-    activation: Activation = SILU,
+    arithmetic: Arithmetic,
 ) -> Judged:
     """Judge rows that belong to different groups.
 
@@ -85,21 +83,21 @@ def judge_rows(
         group: ``[n]``, group of each row, -1 for rows that do not count.
         weights: gate and up ``[groups, I, H]``, down ``[groups, H, I]``.
         route_weights: ``[n]``.
-        exact, rounds, activation: see ``dense.gated_mlp``.
+        arithmetic: see ``dense.gated_mlp``.
     """
     counted = torch.nonzero(group >= 0)[:, 0]
-    limit = 0.0 if exact else sigmas(len(counted) * given.shape[1])
+    limit = 0.0 if arithmetic.exact else sigmas(len(counted) * given.shape[1])
     compare = fused(_compare, given.device)
     found = []  # read only at the end, so that nothing waits for the device
     for index, part in pieces(group[counted]):
         rows = counted[part]
         mine = [weight[index] for weight in weights]
-        y, variance = gated_mlp(given[rows], mine, exact, rounds, activation)
+        y, variance = gated_mlp(given[rows], mine, arithmetic)
         factor = route_weights[rows]
-        if exact:
+        if arithmetic.exact:
             found.append((rows, *_compare_exact(factor.to(y.dtype)[:, None] * y, out[rows])))
         else:
-            found.append((rows, *compare(y, variance, out[rows], factor, limit, tuple(rounds))))
+            found.append((rows, *compare(y, variance, out[rows], factor, limit, arithmetic.rounds)))
     if not found:
         return Judged(0, 0, 0.0, -1, -1, -1)
     rows, wrong, worst, column = (torch.cat(parts) for parts in zip(*found, strict=True))

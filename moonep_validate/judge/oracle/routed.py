@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moonep_validate.judge.oracle.activation import SITU
+from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.oracle.bounds import FLOAT32_BITS, accumulation_variance, rounding_variance
 from moonep_validate.judge.oracle.dense import gated_mlp
 
@@ -120,5 +121,5 @@ def shared_expert(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]
         x: ``[n, M]``.
         weights: gate and up ``[2 * I, M]``, down ``[M, 2 * I]``.
     """
-    y, variance = gated_mlp(x, weights, exact=False, activation=SITU)
+    y, variance = gated_mlp(x, weights, Arithmetic(activation=SITU))
     return y, variance + rounding_variance(y)

@@ -75,7 +75,7 @@ class Integration(Protocol):
 
     Attributes:
         name: what the command line calls it.
-        rounds: rounding points of its BF16 experts beyond those of the reference (oracle/dense.py, ``ROUNDS``).
+        rounds: rounding points of its BF16 experts beyond the reference (``ROUNDS`` of oracle/arithmetic.py).
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""Who computes the expert rows? Parts for the seam ``experts``, by name, each probed before it is used.
+"""Who computes the expert rows? Parts for the seam ``experts``, by name, each tried before it is used.
 
-``NAME`` or ``NAME:DEVICE`` of ``KNOWN``, or ``MODULE:FUNCTION`` of your own: a function like ``part.Compute``,
+``NAME`` or ``NAME:DEVICE`` of ``KNOWN``, or ``MODULE:FUNCTION`` of your own: a function as ``Compute`` says,
 without the activation if it is fused. It may say about itself, as attributes of the function: ``rounds`` (of
-``oracle.dense.ROUNDS``), ``activations``, ``formats`` and ``device``.
+``oracle.arithmetic.ROUNDS``), ``activations``, ``formats`` and ``device``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor
 from moonep_validate.cases.case import Case, CaseError, Spec
 from moonep_validate.data.k3 import SITU_BETA, SITU_LINEAR_BETA
 from moonep_validate.formats import mxfp4
-from moonep_validate.judge.oracle.dense import ROUNDS
+from moonep_validate.judge.oracle.arithmetic import ROUNDS
 from moonep_validate.subjects.experts import deepgemm, loop, torch_grouped
-from moonep_validate.subjects.experts.part import (
+from moonep_validate.subjects.experts.implementation import (
     ACTIVATIONS,
     ANYWHERE,
     DEVICES,
@@ -46,7 +46,7 @@ KNOWN: dict[str, tuple[Callable[[str], Experts], str]] = {
 _ACTIVATION_OF = {"moe": "silu", "k3": "situ"}
 
 
-def probe(name: str) -> Part | str:
+def identify(name: str) -> Part | str:
     """What ``name`` is here, or why it cannot run here.
 
     Raises:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moonep_validate import __version__
 from moonep_validate.reference.experts import grouped_experts
-from moonep_validate.subjects.experts.part import Activation, Experts
+from moonep_validate.subjects.experts.implementation import Activation, Experts
 from moonep_validate.trace.trace import Part
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moonep_validate.cases.case import Case
-from moonep_validate.subjects.experts.part import Activation, Experts, Unavailable
+from moonep_validate.subjects.experts.implementation import Activation, Experts, Unavailable
 from moonep_validate.subjects.provenance import provenance
 from moonep_validate.trace.trace import Part
 
