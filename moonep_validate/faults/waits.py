@@ -38,7 +38,7 @@ def _(call: Next, travels: Any, *args: Any) -> list[tuple[str, int]]:
     order: list[tuple[str, int]] = call(travels, *args)
     for place, (op, batch) in enumerate(order):
         if op == "prefetch":
-            mine = [b for b, flight in enumerate(travels) if flight.buffer == travels[batch].buffer and b != batch]
+            mine = [b for b, launch in enumerate(travels) if launch.buffer == travels[batch].buffer and b != batch]
             ready = order.index(("dispatch", batch))
             early = [at for at in range(ready + 1, place) if order[at][0] == "experts" and order[at][1] in mine]
             if early:

@@ -1,4 +1,4 @@
-"""Did each read see the generation that it was promised? Stamps beside the data, written and read in its order.
+"""Did each read see the write that it was promised? Stamps beside the data, written and read in its order.
 
 A lease is memory of one rank that others write or read: the rows of dispatch, their sums in combine, the slots of
 prefetch. Each writer stamps the lease with the number of its write before the first and after the last element, in
@@ -28,14 +28,15 @@ class Read:
 
     Attributes:
         area, owner: the lease.
-        writers: ranks that must have written ``generation`` by then.
+        writers: ranks that must have made the write ``turn`` by then.
+        turn: number of the write that is promised.
         before, after: int64 ``[R, 2]`` on the device, or None where nothing can be stamped.
     """
 
     area: str
     owner: int
     writers: list[int]
-    generation: int
+    turn: int
     before: Tensor | None = None
     after: Tensor | None = None
 
@@ -45,7 +46,7 @@ class Read:
             when: None if tensor is None else tensor.tolist()
             for when, tensor in (("before", self.before), ("after", self.after))
         }
-        named = {name: getattr(self, name) for name in ("area", "owner", "writers", "generation")}
+        named = {name: getattr(self, name) for name in ("area", "owner", "writers", "turn")}
         return {**named, **stamps}
 
 
@@ -54,12 +55,12 @@ class Leases:
     """Stamps and history of one Buffer on one rank; constructing it is collective.
 
     Attributes:
-        generations: number of the last write to each area, the same on every rank.
+        turns: area -> number of the last write to it, the same on every rank.
         history: reads since the last ``drain``.
     """
 
     comm: Comm
-    generations: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AREAS, 0))
+    turns: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AREAS, 0))
     history: list[Read] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -71,25 +72,23 @@ class Leases:
 
     @contextmanager
     def writing(self, area: str, owners: Sequence[int]) -> Iterator[None]:
-        """Stamp a write of this rank to the leases of ``owners``; the next generation of the area."""
-        self.generations[area] += 1
+        """Stamp a write of this rank to the leases of ``owners``; the next turn of the area."""
+        self.turns[area] += 1
         self._stamp(area, owners, 0)
         yield
         self._stamp(area, owners, 1)
 
     @contextmanager
-    def reading(
-        self, area: str, owner: int, generation: int | None = None, by: int | None = None
-    ) -> Iterator[None]:
+    def reading(self, area: str, owner: int, turn: int | None = None, by: int | None = None) -> Iterator[None]:
         """Note a read of this rank.
 
         Args:
             area, owner: the lease.
-            generation: what the contract promises, by default the last one.
+            turn: what the contract promises, by default the last one.
             by: the only rank that writes this lease; by default all do.
         """
         writers = list(range(self.comm.size)) if by is None else [by]
-        read = Read(area, owner, writers, self.generations[area] if generation is None else generation)
+        read = Read(area, owner, writers, self.turns[area] if turn is None else turn)
         read.before = self._seen(area, owner)
         yield
         read.after = self._seen(area, owner)
@@ -104,7 +103,7 @@ class Leases:
     def _stamp(self, area: str, owners: Sequence[int], end: int) -> None:
         if self._peers is not None and not _capturing():
             for owner in owners:
-                self._peers[owner][AREAS.index(area), self.comm.rank, end] = self.generations[area]
+                self._peers[owner][AREAS.index(area), self.comm.rank, end] = self.turns[area]
 
     def _seen(self, area: str, owner: int) -> Tensor | None:
         if self._peers is None or _capturing():
@@ -113,5 +112,5 @@ class Leases:
 
 
 def _capturing() -> bool:
-    """Whether a CUDA graph is being captured: it would replay one generation for ever."""
+    """Whether a CUDA graph is being captured: it would replay one turn for ever."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

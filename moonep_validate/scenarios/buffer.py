@@ -21,7 +21,7 @@ from moonep_validate.data.problem import (
     shifted,
 )
 from moonep_validate.scenarios.rig import Dispatched, Rig
-from moonep_validate.scenarios.schedule import Flight, flights, interleaving
+from moonep_validate.scenarios.schedule import Launch, interleaving, launches
 
 _BATCHES = 3
 _GUARD = 0x5A
@@ -180,14 +180,14 @@ def life(rig: Rig) -> None:
 def nemesis(rig: Rig) -> None:
     """Several batches in flight on two Buffers, launched and delayed as the seed says: same bits as one by one."""
     seed = int(rig.case.scenario.args[0])
-    rank, travels = rig.comm.rank, flights(_BATCHES, 2, seed)
+    rank, travels = rig.comm.rank, launches(_BATCHES, 2, seed)
     batches = [rig.batch(), shifted(rig.case, rank), shifted(rig.case, rank, 2)]
     with rig.open() as first, rig.open() as second:
-        sessions = [(first, second)[flight.buffer] for flight in travels]
+        sessions = [(first, second)[launch.buffer] for launch in travels]
         for session in (first, second):
             session.load(0)
         for number, (session, batch) in enumerate(zip(sessions, batches, strict=True)):
-            _fly(rig, session, f"alone_{number}", batch, Flight(0, False, False))
+            _fly(rig, session, f"alone_{number}", batch, Launch(0, False, False))
         rig.comm.disturb(seed)
         order = rig.seams.around("schedule", interleaving)(travels, seed)
         flying: dict[int, Iterator[None]] = {}
@@ -238,20 +238,20 @@ def _after_dispatch(rig: Rig, session: Any, step: str, sent: Dispatched) -> None
     session.combine(step, sent, session.experts(step, sent))
 
 
-def _fly(rig: Rig, session: Any, step: str, batch: Batch, flight: Flight) -> None:
-    for _ in _ops(rig, session, step, batch, flight):
+def _fly(rig: Rig, session: Any, step: str, batch: Batch, launch: Launch) -> None:
+    for _ in _ops(rig, session, step, batch, launch):
         pass
 
 
-def _ops(rig: Rig, session: Any, step: str, batch: Batch, flight: Flight) -> Iterator[None]:
+def _ops(rig: Rig, session: Any, step: str, batch: Batch, launch: Launch) -> Iterator[None]:
     """The operations of one batch, one at a time (schedule.OPS)."""
-    flags = {"zero_copy": flight.zero_copy, "async_finish": flight.asynchronous}
+    flags = {"zero_copy": launch.zero_copy, "async_finish": launch.asynchronous}
     sent = session.dispatch(step, batch, **flags)
     rig.poison(sent.rows[sent.end :])
     yield
-    session.prefetch(step, sent.plan, session.weights, async_finish=flight.asynchronous)
+    session.prefetch(step, sent.plan, session.weights, async_finish=launch.asynchronous)
     yield
-    out = session.experts(step, sent, in_place=flight.zero_copy)
+    out = session.experts(step, sent, in_place=launch.zero_copy)
     yield
     session.combine(step, sent, out, **flags)
     yield

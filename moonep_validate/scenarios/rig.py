@@ -37,14 +37,14 @@ class Dispatched:
         row_weights: ``[NvS]``, or None.
         cu_seqlens: ``[G]``; of a replay, that of the dispatch which made the plan.
         plan: the subject's plan object.
-        generation: of rows that are a view: the lease that they are promised, where the Buffer stamps leases.
+        turn: of rows that are a view: the write that they are promised, where the Buffer stamps leases.
     """
 
     rows: Tensor
     row_weights: Tensor | None
     cu_seqlens: Tensor
     plan: Any
-    generation: int | None = None
+    turn: int | None = None
 
     @property
     def end(self) -> int:

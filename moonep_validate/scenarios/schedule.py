@@ -22,8 +22,8 @@ OPS = ("dispatch", "prefetch", "experts", "combine")
 
 
 @dataclass(frozen=True)
-class Flight:
-    """How a batch travels.
+class Launch:
+    """How a batch is launched.
 
     Attributes:
         buffer: on which of the Buffers.
@@ -35,15 +35,15 @@ class Flight:
     asynchronous: bool
 
 
-def flights(count: int, buffers: int, seed: int) -> list[Flight]:
-    """How each batch travels, as the seed says."""
+def launches(count: int, buffers: int, seed: int) -> list[Launch]:
+    """How each batch is launched, as the seed says."""
     bits = hashed("flights", seed, torch.arange(count)[:, None], torch.arange(3))
     on = below(bits[:, 0], buffers).tolist()
     flags = (bits[:, 1:] >> 7 & 1).bool().tolist()
-    return [Flight(buffer, *flag) for buffer, flag in zip(on, flags, strict=True)]
+    return [Launch(buffer, *flag) for buffer, flag in zip(on, flags, strict=True)]
 
 
-def interleaving(batches: Sequence[Flight], seed: int) -> list[tuple[str, int]]:
+def interleaving(batches: Sequence[Launch], seed: int) -> list[tuple[str, int]]:
     """A legal order, the same for the same seed; every rank launches in it."""
     done = [0] * len(batches)
     order: list[tuple[str, int]] = []
@@ -55,13 +55,13 @@ def interleaving(batches: Sequence[Flight], seed: int) -> list[tuple[str, int]]:
     return order
 
 
-def _may(batches: Sequence[Flight], order: Sequence[tuple[str, int]], done: Sequence[int], batch: int) -> bool:
+def _may(batches: Sequence[Launch], order: Sequence[tuple[str, int]], done: Sequence[int], batch: int) -> bool:
     """Whether the next operation of a batch may be launched now."""
-    op, flight = OPS[done[batch]], batches[batch]
-    beside = [b for b, other in enumerate(batches) if other.buffer == flight.buffer and b != batch]
+    op, launch = OPS[done[batch]], batches[batch]
+    beside = [b for b, other in enumerate(batches) if other.buffer == launch.buffer and b != batch]
     in_flight = [b for b in beside if 0 < done[b] < len(OPS)]
     if op == "dispatch":
-        return not any(flight.zero_copy or batches[b].zero_copy for b in in_flight)
+        return not any(launch.zero_copy or batches[b].zero_copy for b in in_flight)
     if op == "prefetch":
         if any(done[b] == OPS.index("experts") for b in in_flight):  # its slots are filled and not yet read
             return False

@@ -12,7 +12,7 @@ from moonep_validate.reference import moonep_a, moonep_b
 from moonep_validate.scenarios.registry import NEEDS_ENGINE
 from moonep_validate.scenarios.rig import Rig, Session
 from moonep_validate.subjects import experts
-from moonep_validate.subjects.buffer.adapter import detect_generation, import_module
+from moonep_validate.subjects.buffer.api import detect_generation, import_module
 from moonep_validate.subjects.buffer.composed import ComposedSession
 from moonep_validate.subjects.buffer.k3 import RoutedSession
 from moonep_validate.trace.trace import Part

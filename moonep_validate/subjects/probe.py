@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from moonep_validate.cases.case import CaseError
-from moonep_validate.subjects.buffer.adapter import detect_generation, import_module
+from moonep_validate.subjects.buffer.api import detect_generation, import_module
 from moonep_validate.subjects.provenance import provenance
 from moonep_validate.trace.trace import Part
 

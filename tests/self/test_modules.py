@@ -15,7 +15,7 @@ from moonep_validate.judge.verdict import Verdict
 from moonep_validate.pipeline.job import Job, make_job
 from moonep_validate.pipeline.record import record
 from moonep_validate.pipeline.run import run_case
-from moonep_validate.subjects.buffer.adapter import detect_generation
+from moonep_validate.subjects.buffer.api import detect_generation
 from moonep_validate.worlds import processes
 
 CASE = Case.parse("genB+R2+E8+K2+S5+pad4+hot:1+@slot_used")

@@ -13,7 +13,7 @@ from moonep_validate.cases.case import Case
 from moonep_validate.cases.layout import local_first_rows
 from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.run import run_case
-from moonep_validate.subjects.buffer.adapter import Slots
+from moonep_validate.subjects.buffer.api import Slots
 
 CASE = Case.parse("genA+R3+E6+K2+S3")
 

@@ -10,7 +10,7 @@ import torch
 from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.pipeline.job import make_job
 from moonep_validate.pipeline.run import run_case
-from moonep_validate.scenarios.schedule import OPS, Flight, flights, interleaving
+from moonep_validate.scenarios.schedule import OPS, Launch, interleaving, launches
 from moonep_validate.studies.races import cases, races
 from moonep_validate.worlds import threads
 from moonep_validate.worlds.comm import Comm, barrier
@@ -18,7 +18,7 @@ from moonep_validate.worlds.comm import Comm, barrier
 SEEDS = range(200)
 
 
-def illegal(batches: Sequence[Flight], order: Sequence[tuple[str, int]]) -> str | None:
+def illegal(batches: Sequence[Launch], order: Sequence[tuple[str, int]]) -> str | None:
     """The first rule that a whole order breaks, told without looking at how it was made."""
     at = {entry: place for place, entry in enumerate(order)}
     if sorted(order) != sorted((op, batch) for batch in range(len(batches)) for op in OPS):
@@ -32,7 +32,7 @@ def illegal(batches: Sequence[Flight], order: Sequence[tuple[str, int]]) -> str 
 
 
 def between(
-    batches: Sequence[Flight],
+    batches: Sequence[Launch],
     order: Sequence[tuple[str, int]],
     at: dict[tuple[str, int], int],
     one: int,
@@ -54,13 +54,13 @@ def between(
 def test_every_schedule_is_legal_and_they_differ() -> None:
     seen = set()
     for seed in SEEDS:
-        batches = flights(3, 2, seed)
+        batches = launches(3, 2, seed)
         order = interleaving(batches, seed)
         assert illegal(batches, order) is None, (seed, illegal(batches, order))
         assert order == interleaving(batches, seed)
         seen.add(tuple(order))
     assert len(seen) > 100
-    kinds = [flight for seed in SEEDS for flight in flights(3, 2, seed)]
+    kinds = [one for seed in SEEDS for one in launches(3, 2, seed)]
     assert {(f.buffer, f.zero_copy, f.asynchronous) for f in kinds} == {
         (buffer, *flags) for buffer in (0, 1) for flags in ((a, b) for a in (False, True) for b in (False, True))
     }
@@ -69,7 +69,7 @@ def test_every_schedule_is_legal_and_they_differ() -> None:
 def test_orders_of_one_batch_at_a_time_are_not_all() -> None:
     overlapping = sum(
         any(order[i][1] != order[i + 1][1] for i in range(len(order) - 1) if order[i][0] != "combine")
-        for order in (interleaving(flights(3, 2, seed), seed) for seed in SEEDS)
+        for order in (interleaving(launches(3, 2, seed), seed) for seed in SEEDS)
     )
     assert overlapping > 150
 

@@ -1,4 +1,4 @@
-"""Did each read see the generation that the contract promises? The stamps of leases.py, judged.
+"""Did each read see the write that the contract promises? The stamps of leases.py, judged.
 
 A stamp that is too old, too new or half written proves that a rank read before or after it was allowed to, whether
 or not the data it read happened to be right. Builds that stamp nothing are not judged here.
@@ -40,7 +40,7 @@ def _reads(s: Step, op: str) -> Iterator[Compared]:
         raise Absent(f"nothing is leased to {op} in this step")
     writers = [(rank, read, writer) for rank, read in reads for writer in read["writers"]]
     got = np.array([[*read["before"][writer], *read["after"][writer]] for _, read, writer in writers])
-    want = np.repeat(np.array([read["generation"] for _, read, _ in writers])[:, None], 4, axis=1)
+    want = np.repeat(np.array([_turn(read) for _, read, _ in writers])[:, None], 4, axis=1)
 
     def place(i: tuple[int, ...]) -> dict[str, Any]:
         reader, read, writer = writers[i[0]]
@@ -52,7 +52,12 @@ def _reads(s: Step, op: str) -> Iterator[Compared]:
             "when": moment,
         }
 
-    yield differ("generation of a lease", want, got, place)
+    yield differ("turn of a lease", want, got, place)
+
+
+def _turn(read: dict[str, Any]) -> int:
+    """The number of the write that is promised; traces before 0.1.0 call it a generation."""
+    return int(read["turn"] if "turn" in read else read["generation"])
 
 
 def _of(s: Step, info: dict[str, Any], rank: int, op: str) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from moonep_validate.reference.experts import swiglu
 from moonep_validate.reference.routed import situ
 from moonep_validate.scenarios.rig import Dispatched, Rig
 from moonep_validate.subjects import experts
-from moonep_validate.subjects.buffer.adapter import Gradients, Slots, make_buffer
+from moonep_validate.subjects.buffer.api import Gradients, Slots, make_buffer
 from moonep_validate.subjects.buffer.captured import Captured, in_capture
 from moonep_validate.trace.keep import sampled_rows
 from moonep_validate.trace.trace import Call
@@ -84,7 +84,7 @@ class ComposedSession:
         self.shapes = projection_shapes(case)
         self._weights: Slots | None = None
         self.layer: int | None = None
-        self._slots_of: dict[str, int] = {}  # step -> generation of the slots that it prefetched
+        self._slots_of: dict[str, int] = {}  # step -> turn of the slots that it prefetched
 
     @property
     def weights(self) -> Slots:
@@ -215,8 +215,8 @@ class ComposedSession:
             call.info["same_plan"], call.info["no_cu_seqlens"] = plan is replay.plan, cu_seqlens is None
             cu_seqlens = replay.cu_seqlens
         leases = getattr(self.buffer, "leases", None)
-        generation = leases.generations["rows"] if leases and flags.get("zero_copy") else None
-        return Dispatched(rows, row_weights, cu_seqlens, plan, generation)
+        turn = leases.turns["rows"] if leases and flags.get("zero_copy") else None
+        return Dispatched(rows, row_weights, cu_seqlens, plan, turn)
 
     def prefetch(self, step: str, plan: Any, weights: Slots, async_finish: bool = False) -> None:
         """Fill the slots that a plan uses."""
@@ -235,7 +235,7 @@ class ComposedSession:
             call.put(**{f"slot_{name}": weights.slots(name) for name in weights.names}, **guards)
             call.unchanged(**{f"local_{name}": weights.local(name) for name in weights.names}, **sources)
         if leases := getattr(self.buffer, "leases", None):
-            self._slots_of[step] = leases.generations["slots"]
+            self._slots_of[step] = leases.turns["slots"]
 
     def experts(self, step: str, sent: Dispatched, in_place: bool = False) -> Tensor:
         """Compute all groups; undefined rows of the result are poisoned.
@@ -307,11 +307,11 @@ class ComposedSession:
 
     @contextmanager
     def _leased(self, step: str, sent: Dispatched, slots: bool = False) -> Iterator[None]:
-        """Note which generation of a view of rows, and of slots, is read, where the Buffer stamps its leases."""
+        """Note which turn of a view of rows, and of slots, is read, where the Buffer stamps its leases."""
         leases = getattr(self.buffer, "leases", None)
         with ExitStack() as reads:
-            if leases and sent.generation is not None:
-                reads.enter_context(leases.reading("rows", self.rank, sent.generation))
+            if leases and sent.turn is not None:
+                reads.enter_context(leases.reading("rows", self.rank, sent.turn))
             if leases and slots and step in self._slots_of:
                 only = self.rank if self.case.generation == "A" else None
                 reads.enter_context(leases.reading("slots", self.rank, self._slots_of[step], only))
