@@ -279,6 +279,8 @@ def test_ctrl_c_keeps_what_is_known(tmp_path: Path) -> None:
 
 
 def test_help_needs_no_torch() -> None:
-    code = "import sys; sys.argv = ['moonep-validate', '--help']; from moonep_validate.cli import main\n"
+    code = (
+        "import sys; sys.argv = ['moonep-validate', '--help']; from moonep_validate.doors.cli.main import main\n"
+    )
     code += "try:\n    main()\nexcept SystemExit:\n    pass\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -169,7 +169,7 @@ WAITS = records(*STARTED, ("enter", "dispatch", "rows"))
 def test_diagnoses_of_logs() -> None:
     busy = Rank(
         records(*STARTED),
-        stack='  File "/x/moonep/buffer.py", line 31 in spin\n  File "/y/worker.py", line 2 in m',
+        stack='  File "/x/moonep/buffer.py", line 31 in spin\n  File "/y/moonep_validate/pipeline/worker.py", line 2 in m',
     )
     said = "rank 2 never entered rows #2 (collective #2); ranks 0, 1 wait in it; "
     assert (

@@ -109,8 +109,8 @@ def test_the_wheel_brings_the_stand_in_and_the_waivers(wheel: Path) -> None:
 
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {
-        "moonep_validate/shim/moonep/__init__.py",
-        "moonep_validate/shim/moonep/_C.py",
-        "moonep_validate/waivers.toml",
+        "moonep_validate/subjects/shim/moonep/__init__.py",
+        "moonep_validate/subjects/shim/moonep/_C.py",
+        "moonep_validate/judge/waivers.toml",
     } <= names
     assert not any(name.startswith("moonep/") for name in names), "the stand-in must not be importable by itself"
