@@ -1,7 +1,9 @@
-"""Can the suite fail? Faults are around-functions on named seams, identified by text so that they travel.
+"""Can the suite fail? A fault wraps one call of the pipeline, a seam, and makes it go wrong.
 
-A fault is written ``id`` or ``id:name=number,...``, e.g. ``slot-not-filled:rank=1``. Faults of an engine also take
-``first`` and ``every``: from which call of their seam on they act, and on each how-manieth call from there.
+A fault is text, so that it reaches ranks that are other processes: ``id`` or ``id:name=value,...``, e.g.
+``slot-not-filled:rank=3``. ``rank`` says where it acts: on rank 1, on the one named, or on ``all``; what is wrong
+on all ranks alike is another fault than what is wrong on one. Faults of an engine also take ``first`` and
+``every``: from which call of their seam on they act, and on each how-manieth call from there.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import difflib
 import importlib
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,7 +32,7 @@ _MODULES = (
     "packed",
     "adapter",
     "engine_layer",
-    "routed",
+    "k3",
     "relations",
 )
 SEAMS = (
@@ -93,6 +95,8 @@ class Fault:
         defaults: its parameters.
         crashes: whether raising, hanging or ending a rank is what it does; else a crash is an accident.
         needs_gpu: whether it changes nothing where all work is done by the time a call returns.
+        alone: whether it is none on all ranks: what they all do alike is allowed.
+        words: values of a parameter beside numbers; the catalogue seeds each of them.
     """
 
     id: str
@@ -101,9 +105,11 @@ class Fault:
     bugs: str
     summary: str
     function: Callable[..., Any]
-    defaults: dict[str, int]
+    defaults: dict[str, int | str]
     crashes: bool = False
     needs_gpu: bool = False
+    alone: bool = False
+    words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def for_engine(self) -> bool | None:
@@ -112,23 +118,49 @@ class Fault:
             return True
         return None if self.seam in _BOTH else False
 
+    @property
+    def texts(self) -> list[str]:
+        """How the catalogue seeds it: by its bare id, then with each word of each parameter."""
+        choices = [
+            ["", *(f"{name}={word}" for word in words if word != self.defaults[name])]
+            for name, words in self.words.items()
+            if name != "rank" or not self.alone
+        ]
+        chosen = (",".join(filter(None, one)) for one in itertools.product(*choices))
+        return [f"{self.id}:{text}" if text else self.id for text in chosen]
+
 
 FAULTS: dict[str, Fault] = {}
 
 
 def fault(
-    id: str, on: str, stage: str, bugs: str = "", crashes: bool = False, needs_gpu: bool = False
+    id: str,
+    on: str,
+    stage: str,
+    bugs: str = "",
+    *,
+    ranks: int | str = 1,
+    words: Mapping[str, tuple[str, ...]] | None = None,
+    alone: bool = False,
+    crashes: bool = False,
+    needs_gpu: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register an around-function ``f(call, *args, rank=..., **kwargs)``; keyword defaults are parameters."""
+    """Register ``f(call, *args, **kwargs)``, called in place of the seam; keyword defaults are parameters.
+
+    Args:
+        id, on, stage, bugs, words, alone, crashes, needs_gpu: see ``Fault``; ``on`` is its seam.
+        ranks: the rank that it acts on, if none is named; ``all`` for one that is of all ranks only.
+    """
     assert on in SEAMS
+    where = {} if ranks == "all" else {"rank": ranks}
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         parameters = inspect.signature(function).parameters.values()
-        defaults = {p.name: p.default for p in parameters if isinstance(p.default, int)}
+        defaults = where | {p.name: p.default for p in parameters if isinstance(p.default, int | str)}
         defaults |= _TURNS if on.startswith("engine.") else {}
-        FAULTS[id] = Fault(
-            id, on, stage, bugs, (function.__doc__ or "").splitlines()[0], function, defaults, crashes, needs_gpu
-        )
+        summary = (function.__doc__ or "").splitlines()[0]
+        known = {**(words or {}), **dict.fromkeys(where, ("all",))}
+        FAULTS[id] = Fault(id, on, stage, bugs, summary, function, defaults, crashes, needs_gpu, alone, known)
         return function
 
     return register
@@ -147,22 +179,31 @@ def parse_fault(text: str) -> Spec:
     return spec
 
 
-def _parameters(spec: Spec) -> dict[str, int]:
-    known = FAULTS[spec.name].defaults
-    values = dict(known)
+def _parameters(spec: Spec) -> dict[str, int | str]:
+    about = FAULTS[spec.name]
+    values = dict(about.defaults)
     for arg in spec.args:
         name, equals, value = arg.partition("=")
-        if not equals or name not in known:
-            raise CaseError(f"fault {spec.name!r} has no parameter {arg!r}{_near(name, known)}")
-        if not value.lstrip("-").isdigit():
-            raise CaseError(f"fault {spec.name!r}: {name} is {value!r}, a whole number is needed")
-        values[name] = int(value)
-    if values.get("every", 1) < 1:
+        if not equals or name not in values:
+            raise CaseError(f"fault {spec.name!r} has no parameter {arg!r}{_near(name, values)}")
+        values[name] = _value(about, name, value)
+    if int(values.get("every", 1)) < 1:
         raise CaseError(f"fault {spec.name!r}: every is {values['every']}, 1 or more is needed")
     return values
 
 
-def _near(name: str, known: Sequence[str] | dict[str, Any]) -> str:
+def _value(about: Fault, name: str, text: str) -> int | str:
+    words = about.words.get(name, ())
+    number = isinstance(about.defaults[name], int)
+    if text in words:
+        return text
+    if number and text.removeprefix("-").isdigit():
+        return int(text)
+    needed = " or ".join(["a whole number"] * number + [", ".join(words)] * bool(words))
+    raise CaseError(f"fault {about.id!r}: {name} is {text!r}, {needed} is needed")
+
+
+def _near(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known) or 'none'}"
 
@@ -178,9 +219,11 @@ class Seams:
         for spec in self.faults:
             if FAULTS[spec.name].seam == seam:
                 values = _parameters(spec)
-                first, every = (values.pop(name, default) for name, default in _TURNS.items())
+                if values.pop("rank", self.rank) not in (self.rank, "all"):
+                    continue
+                turns = [int(values.pop(name, default)) for name, default in _TURNS.items()]
                 faulty = partial(FAULTS[spec.name].function, Next(self.rank, function), **values)
-                function = faulty if (first, every) == (0, 1) else _in_turn(faulty, function, first, every)
+                function = faulty if turns == [0, 1] else _in_turn(faulty, function, *turns)
         return function
 
     def of_comm(self, comm: Any) -> Any:

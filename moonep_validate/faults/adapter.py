@@ -55,12 +55,12 @@ class Asked:
 _Change = Callable[[Next, Asked], Asked]
 
 
-def _adapter(id: str, bugs: str) -> Callable[[_Change], _Change]:
-    """Register a fault that changes what one rank asks for."""
+def _adapter(id: str, bugs: str, alone: bool = False) -> Callable[[_Change], _Change]:
+    """Register a fault that changes what a rank asks for."""
 
     def register(change: _Change) -> _Change:
-        def around(call: Next, function: Any, given: Any, *args: Any, rank: int = 1, **flags: Any) -> Any:
-            if call.rank != rank or given is None:
+        def around(call: Next, function: Any, given: Any, *args: Any, **flags: Any) -> Any:
+            if given is None:
                 return call(function, given, *args, **flags)
             named = dict(zip(_NAMES, args, strict=False))
             named |= {name: flags.pop(name) for name in _NAMES if name in flags}
@@ -68,7 +68,7 @@ def _adapter(id: str, bugs: str) -> Callable[[_Change], _Change]:
             return call(function, given, *(getattr(asked, name) for name in _NAMES), **flags)
 
         around.__doc__ = change.__doc__
-        fault(id, on="engine.dispatch", stage="prepare", bugs=bugs)(around)
+        fault(id, on="engine.dispatch", stage="prepare", bugs=bugs, alone=alone)(around)
         return change
 
     return register
@@ -107,7 +107,7 @@ def _(call: Next, asked: Asked) -> Asked:
     return replace(asked.but_ids(ids), weights=weights)
 
 
-@_adapter("adapter-capacity-differs", bugs="K12 K13")
+@_adapter("adapter-capacity-differs", bugs="K12 K13", alone=True)
 def _(call: Next, asked: Asked) -> Asked:
     """One rank dispatches a row less than its peers."""
     return replace(asked.but_ids(asked.ids[:-1]), hidden=asked.hidden[:-1], weights=asked.weights[:-1])

@@ -28,10 +28,9 @@ def _experts(id: str, bugs: str) -> Callable[[_Change], _Change]:
             plan: Any,
             hidden_nvsh: Tensor,
             *args: Any,
-            rank: int = 1,
             **flags: Any,
         ) -> Any:
-            if call.rank == rank and sent is not None:
+            if sent is not None:
                 change(call, sent, hidden_nvsh)
             return call(function, sent, plan, hidden_nvsh, *args, **flags)
 
@@ -103,46 +102,51 @@ def _(call: Next, sent: Any, out: Tensor) -> None:
 
 
 @fault("layer-shifts-tokens", on="engine.layer", stage="layer", bugs="B32 K09")
-def _(call: Next, *given: Any, rank: int = 1) -> Any:
+def _(call: Next, *given: Any) -> Any:
     """One rank returns each token in the next place."""
     out = call(*given)
-    return out.roll(1, 0) if call.rank == rank else out
+    return out.roll(1, 0)
 
 
 @fault("layer-returns-previous", on="engine.layer", stage="layer", bugs="K22 K24")
-def _(call: Next, *given: Any, rank: int = 1) -> Any:
+def _(call: Next, *given: Any) -> Any:
     """One rank returns the output of the step before, if that had as many tokens."""
     out = call(*given)
     before = call.memory.get("out", out)
     call.memory["out"] = out.clone()
-    return before if call.rank == rank and before.shape == out.shape else out
+    return before if before.shape == out.shape else out
 
 
-@fault("layer-skips-without-tokens", on="engine.layer", stage="life", bugs="B39 B42 B43 K11 K12", crashes=True)
+@fault(
+    "layer-skips-without-tokens",
+    on="engine.layer",
+    stage="life",
+    bugs="B39 B42 B43 K11 K12",
+    ranks="all",
+    crashes=True,
+)
 def _(call: Next, layer: Any, hidden: Tensor, *given: Any) -> Any:
     """A rank without tokens leaves the step out, while its peers wait for it, in its first step for a Buffer."""
     return call(layer, hidden, *given) if len(hidden) else hidden
 
 
 @fault("layer-times-ranks", on="engine.layer", stage="layer", bugs="B06 B08 K03")
-def _(
-    call: Next, layer: Any, hidden: Tensor, weights: Tensor, ids: Tensor, counts: list[int], rank: int = 1
-) -> Any:
+def _(call: Next, layer: Any, hidden: Tensor, weights: Tensor, ids: Tensor, counts: list[int]) -> Any:
     """One rank's output is R times too large, as after one reduction too many."""
     out = call(layer, hidden, weights, ids, counts)
-    return out * len(counts) if call.rank == rank else out
+    return out * len(counts)
 
 
 @fault("layer-adds-its-input", on="engine.layer", stage="layer", bugs="B04 K02")
-def _(call: Next, layer: Any, hidden: Tensor, *given: Any, rank: int = 1) -> Any:
+def _(call: Next, layer: Any, hidden: Tensor, *given: Any) -> Any:
     """One rank adds the tokens to the result, as a residual that is added elsewhere too."""
     before = hidden.clone()
     out = call(layer, hidden, *given)
-    return out + before if call.rank == rank else out
+    return out + before
 
 
 @fault("layer-returns-float32", on="engine.layer", stage="layer", bugs="K15")
-def _(call: Next, *given: Any, rank: int = 1) -> Any:
+def _(call: Next, *given: Any) -> Any:
     """One rank returns float32."""
     out = call(*given)
-    return out.float() if call.rank == rank else out
+    return out.float()

@@ -20,8 +20,8 @@ _ELSEWHERE = ("scales-never-tiled", "scales-tiled-twice", "scale-word-order", "p
 
 
 def _register(of: ByteFault) -> None:
-    def changed(call: Next, weights: Mapping[str, Tensor], rank: int = 1, seed: int = 0) -> Mapping[str, Tensor]:
-        packed = call.rank == rank and "gate_scale" in weights
+    def changed(call: Next, weights: Mapping[str, Tensor], seed: int = 0) -> Mapping[str, Tensor]:
+        packed = "gate_scale" in weights
         result: Mapping[str, Tensor] = call(_applied(of, weights, seed) if packed else weights)
         return result
 

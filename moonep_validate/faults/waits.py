@@ -18,7 +18,7 @@ def _without(name: str, stage: str, summary: str, needs_gpu: bool = False) -> No
 
     function.__doc__ = summary
     id = f"no-{name.replace(' ', '-')}-fence"
-    fault(id, on="comm.fence", stage=stage, bugs="K22", needs_gpu=needs_gpu)(function)
+    fault(id, on="comm.fence", stage=stage, bugs="K22", ranks="all", needs_gpu=needs_gpu)(function)
 
 
 _without("dispatch exit", "dispatch", "Rows are used before every rank has written them.")
@@ -27,12 +27,12 @@ _without("combine prologue", "combine", "Sums are read before every rank has mad
 _without("combine exit", "combine", "A rank goes on while others still read its rows; on a GPU.", needs_gpu=True)
 
 
-@fault("event-not-waited", on="event.wait", stage="dispatch", bugs="K22", needs_gpu=True)
+@fault("event-not-waited", on="event.wait", stage="dispatch", bugs="K22", needs_gpu=True, ranks="all")
 def _(call: Next, event: Any) -> None:
     """The result of an asynchronous call is used without waiting for it; on a GPU."""
 
 
-@fault("slots-reused-early", on="schedule", stage="experts", bugs="K21 K22")
+@fault("slots-reused-early", on="schedule", stage="experts", bugs="K21 K22", ranks="all")
 def _(call: Next, travels: Any, *args: Any) -> list[tuple[str, int]]:
     """The slots of a batch are filled for the next one before its experts have run."""
     order: list[tuple[str, int]] = call(travels, *args)
@@ -47,7 +47,7 @@ def _(call: Next, travels: Any, *args: Any) -> list[tuple[str, int]]:
     return order
 
 
-@fault("view-used-after-dispatch", on="schedule", stage="experts", bugs="K22")
+@fault("view-used-after-dispatch", on="schedule", stage="experts", bugs="K22", ranks="all")
 def _(call: Next, travels: Any, *args: Any) -> list[tuple[str, int]]:
     """The next batch of a Buffer is dispatched while a zero-copy view of it is still to be computed."""
     order: list[tuple[str, int]] = call(travels, *args)

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from moonep_validate.cases.case import Case, CaseError
-from moonep_validate.faults import FAULTS, parse_fault
+from moonep_validate.faults import FAULTS, Seams, parse_fault
 from moonep_validate.faults.packed import _ELSEWHERE
 from moonep_validate.formats.faults import BYTE_FAULTS
 from moonep_validate.pipeline.job import Job
@@ -168,6 +168,12 @@ KILLED_BY = {
 OF_A_BUFFER = [id for id, one in FAULTS.items() if not one.for_engine and not one.needs_gpu]
 #: Faults that only one generation can have.
 ONLY = {"no-prefetch-exit-fence": "B", "rotation-without-scales": "A", "rotation-one-rank-too-far": "A"}
+#: Where a fault of all ranks is found otherwise than one of rank 1.
+ON_ALL = {
+    "plan-storage-reused:rank=all": ("failed", "L4"),  # no rank has two routes for a row, but those of the old ids
+    "rank-skips-combine:rank=all": ("failed", "C1"),  # nobody waits for anybody
+}
+WIDER = [text for id in OF_A_BUFFER for text in FAULTS[id].texts[1:]]
 
 
 def job_with(fault: str) -> Job:
@@ -186,6 +192,30 @@ def test_faulty_variant_is_caught_at_its_stage(fault: str, generation: str) -> N
     assert first is not None
     assert (verdict.status, first.stage, first.check) == (status, FAULTS[fault].stage, check), verdict.diagnosis
     assert f"--fault {fault}" in verdict.command
+
+
+@pytest.mark.parametrize("fault", WIDER)
+def test_a_fault_of_all_ranks_is_caught_at_its_stage(fault: str) -> None:
+    """What all ranks do alike is no standard that any of them could be held to: each check has one of its own."""
+    id = parse_fault(fault).name
+    status, check, sizes = KILLED_BY[id]
+    status, check = ON_ALL.get(fault, (status, check))
+    _, verdict = run_case(job_with(fault), Case.parse(f"gen{ONLY.get(id, 'A')}+{sizes}"))
+    first = verdict.first
+    assert first is not None, f"{fault} survives"
+    assert (verdict.status, first.stage, first.check) == (status, FAULTS[id].stage, check), verdict.diagnosis
+
+
+def test_where_a_fault_acts_is_told_in_one_place() -> None:
+    """The catalogue seeds each fault of a rank on rank 1 and on all; some are none on all, or of all ranks only."""
+    assert FAULTS["slot-not-filled"].texts == ["slot-not-filled", "slot-not-filled:rank=all"]
+    assert FAULTS["adapter-capacity-differs"].texts == ["adapter-capacity-differs"]
+    assert FAULTS["destroy-does-nothing"].texts == ["destroy-does-nothing"]
+    assert FAULTS["weights-of-first-load"].texts == ["weights-of-first-load", "weights-of-first-load:of=all"]
+    for text, ranks in [("", [1]), (":rank=3", [3]), (":rank=all", [0, 1, 2, 3])]:
+        spec = parse_fault(f"route-weight-twice{text}")
+        acting = [rank for rank in range(4) if Seams([spec], rank).around("experts", max) is not max]
+        assert acting == ranks
 
 
 @pytest.mark.parametrize("sizes", sorted({sizes for _, _, sizes in KILLED_BY.values()}))
@@ -220,7 +250,9 @@ def test_fault_that_changes_nothing_is_not_exercised() -> None:
     [
         ("slot-not-filed", "unknown fault 'slot-not-filed'; did you mean 'slot-not-filled'?"),
         ("slot-not-filled:rnk=1", "has no parameter 'rnk=1'; did you mean 'rank'?"),
-        ("slot-not-filled:rank=x", "rank is 'x', a whole number is needed"),
+        ("slot-not-filled:rank=x", "rank is 'x', a whole number or all is needed"),
+        ("weights-of-first-load:of=none", "of is 'none', a whole number or all is needed"),
+        ("destroy-does-nothing:rank=1", "has no parameter 'rank=1'"),
         ("slot-not-filled:1", "has no parameter '1'; known: rank"),
     ],
 )
