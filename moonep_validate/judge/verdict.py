@@ -12,28 +12,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moonep_validate.cases.case import Case
+from moonep_validate.judge.registry import CHECKS, said
+from moonep_validate.judge.stages import PLACE
 from moonep_validate.trace.trace import Part
-
-STAGES = (
-    "life",
-    "load",
-    "router",
-    "latent",
-    "prepare",
-    "plan",
-    "dispatch",
-    "prefetch",
-    "experts",
-    "combine",
-    "layer",
-    "norm",
-    "shared",
-    "output",
-    "reduce",
-)
-
-#: Stages around the routed experts; only the model ``k3`` has them.
-MODEL_STAGES = ("router", "latent", "norm", "shared", "output")
 
 #: What a result can count as, from weakest to strongest (docs/architecture.md, Statuses and levels).
 LEVELS = ("stand-in", "reference", "patched", "real")
@@ -159,7 +140,7 @@ class Verdict:
         """The result that names the broken stage: in the first step that went wrong, the earliest stage."""
         bad = [r for r in self.results if r.gates and r.status in ("failed", "hung", "unknown")]
         steps = list(dict.fromkeys(result.step for result in self.results))
-        order = lambda r: (steps.index(r.step), STAGES.index(r.stage), -_BADNESS[r.status])  # noqa: E731
+        order = lambda r: (steps.index(r.step), PLACE[r.stage], -_BADNESS[r.status])  # noqa: E731
         return min(bad, key=order, default=None)
 
     @property
@@ -172,9 +153,8 @@ class Verdict:
         """A few lines: what is wrong, where, and how to reproduce it."""
         lines = [f"{self.status}: {self.case}"]
         if first := self.first:
-            lines[0] = (
-                f"{first.status} at stage {first.stage} (check {first.check}, step {first.step}): {self.case}"
-            )
+            where = f"at stage {first.stage} (check {said(first.check)}, step {first.step})"
+            lines[0] = f"{first.status} {where}: {self.case}"
             lines += [f"  {finding}" for finding in first.findings[:4]]
             lines += [f"  {first.reason}"] if first.reason else []
             lines += self._elsewhere(first)
@@ -190,7 +170,7 @@ class Verdict:
             if result.gates and result.status in ("failed", "hung", "unknown") and result.step not in seen:
                 seen.add(result.step)
                 what = str(result.findings[0]) if result.findings else result.reason
-                lines.append(f"  also {result.check}: {what}")
+                lines.append(f"  also {CHECKS.get(result.check, result.check)}: {what}")
         return lines[:_SHOWN] + [f"  and {len(lines) - _SHOWN} more steps"] * (len(lines) > _SHOWN)
 
     def _ranks(self) -> list[str]:
@@ -206,12 +186,15 @@ class Verdict:
     def to_json(self) -> dict[str, Any]:
         """The verdict as JSON data."""
         first = self.first
+        known = CHECKS.get(first.check) if first else None
         return {
             "case": str(self.case),
             "status": self.status,
             "level": self.level,
             "stage": first.stage if first else None,
             "check": first.check if first else None,
+            "name": known.name if known else None,
+            "promise": known.promise if known else None,
             "command": self.command,
             "results": [asdict(result) for result in self.results],
             "witnesses": self.witnesses,

@@ -21,7 +21,6 @@ from packaging.version import InvalidVersion, Version
 
 from moonep_validate.cases.case import CaseError
 from moonep_validate.judge.checks import CHECKS
-from moonep_validate.judge.checks.relations import PROMISES
 from moonep_validate.judge.verdict import Result, Verdict
 from moonep_validate.trace.trace import Part
 
@@ -103,7 +102,7 @@ def _waiver(entry: dict[str, Any], where: str) -> Waiver:
         if not isinstance(entry.get(name, ""), str):
             raise CaseError(f"{where}: {name} is {entry[name]!r}, a text is needed")
     checks = entry["checks"]
-    if not isinstance(checks, list) or not all(one in (*CHECKS, *PROMISES, "F1") for one in checks):
+    if not isinstance(checks, list) or not all(one in CHECKS for one in checks):
         raise CaseError(f"{where}: checks is {checks!r}, a list of ids of checks is needed, such as ['F1', 'Z1']")
     try:
         versions = SpecifierSet(entry.get("versions", ""))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moonep_validate.judge.checks import CHECKS, Check, run_check
+from moonep_validate.judge.checks import Check, run_check
 from moonep_validate.judge.checks.relations import relation_results
 from moonep_validate.judge.facts import steps_of
 from moonep_validate.judge.measures import measures
-from moonep_validate.judge.verdict import NO_CHECK, STAGES, Result, Verdict
+from moonep_validate.judge.registry import step_checks
+from moonep_validate.judge.verdict import NO_CHECK, Result, Verdict
 from moonep_validate.judge.witnesses import count_witnesses, vacuous_reasons
 from moonep_validate.pipeline.returns import explained, returned
 from moonep_validate.trace.trace import Trace
@@ -24,13 +25,13 @@ def judge(trace: Trace, checks: Sequence[Check] | None = None) -> Verdict:
         checks: which checks to run, all by default.
     """
     if trace.not_run:
-        neutral = Result(NO_CHECK, STAGES[0], "-", "not_run", "none", reason=trace.not_run)
+        neutral = Result(NO_CHECK, "life", "-", "not_run", "none", reason=trace.not_run)
         return Verdict(trace.case, trace.parts, [neutral], reproducer=trace.reproducer)
     results, steps = [], steps_of(trace)
     for step in steps.values():
         results += returned(trace, step)
         if any(op not in _NO_STEP for op in step.ops()):
-            results += [run_check(c, step, trace) for c in (CHECKS.values() if checks is None else checks)]
+            results += [run_check(c, step, trace) for c in (step_checks() if checks is None else checks)]
             results += relation_results(step, trace)
     if trace.autopsy:
         results = explained(results, trace.autopsy["diagnosis"])

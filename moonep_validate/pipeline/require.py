@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moonep_validate.cases.case import CaseError
-from moonep_validate.judge.verdict import STAGES
+from moonep_validate.judge.stages import STAGES, owned_by
 from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.target import subject_of
 from moonep_validate.subjects.provenance import describe
 
 #: Groups of stages that a gate can ask for by one name.
 GROUPS = {
-    "transport": ("plan", "dispatch", "prefetch", "combine"),
+    "transport": owned_by("moonep"),
     "loader": ("load",),
-    "engine": ("load", "prepare", "experts", "layer"),
+    "engine": owned_by("engine"),
 }
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from moonep_validate.judge.checks.life import RETURNS
 from moonep_validate.judge.facts import Step
-from moonep_validate.judge.verdict import STAGES, Finding, Result
+from moonep_validate.judge.stages import PLACE, STAGES
+from moonep_validate.judge.verdict import Finding, Result
 from moonep_validate.trace.trace import Call, Trace
-
-#: What check F1 promises; it needs no comparison and so no entry in ``CHECKS``.
-RETURNS = "Every call returns on every rank"
 
 
 def returned(trace: Trace, step: Step) -> list[Result]:
@@ -25,16 +24,16 @@ def returned(trace: Trace, step: Step) -> list[Result]:
         hung = any(not call.done or (call.error or {}).get("type") == "Deadlock" for _, call in calls)
         status = "hung" if hung else "failed" if findings else "passed"
         level = trace.parts[stage].level
-        results.append(Result("F1", stage, step.name, status, level, len(calls), tuple(findings)))
+        results.append(Result(RETURNS.id, stage, step.name, status, level, len(calls), tuple(findings)))
     return results
 
 
 def explained(results: list[Result], diagnosis: str) -> list[Result]:
     """The autopsy's sentence is the first finding at the earliest stage that did not return."""
-    broken = [result for result in results if result.check == "F1" and result.findings]
+    broken = [result for result in results if result.check == RETURNS.id and result.findings]
     if not broken:
         return results
-    first = min((r for r in broken if r.step == broken[0].step), key=lambda r: STAGES.index(r.stage))
+    first = min((r for r in broken if r.step == broken[0].step), key=lambda r: PLACE[r.stage])
     told = Finding("autopsy", {}, "every rank goes on", diagnosis)
     return [replace(r, findings=(told, *r.findings)) if r is first else r for r in results]
 

@@ -21,26 +21,20 @@ from moonep_validate.cases.case import Case, CaseError, Spec
 from moonep_validate.cases.profiles import default_profile, for_generations, profile
 from moonep_validate.faults import FAULTS, Fault
 from moonep_validate.judge.checks import CHECKS
-from moonep_validate.judge.checks.relations import PROMISES
-from moonep_validate.judge.verdict import STAGES, Result, Verdict
+from moonep_validate.judge.stages import PLACE, owned_by
+from moonep_validate.judge.verdict import Result, Verdict
 from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.run import run_case
 from moonep_validate.pipeline.target import subject_of
 from moonep_validate.studies.shrink import shrink
 
 T = TypeVar("T")
-_OF_ENGINES = ("load", "prepare", "experts", "layer")
 #: No fault may need more cases than this.
 MOST_CASES = 50
 #: And of an engine's cases, a fault that it may not be able to show gets no more than these.
 _CASES_FOR_OPTIONAL = 16
 #: Seconds of silence after which a rank of the reference hangs; its cases take a fraction of one.
 DEADLINE = 2.0
-#: Checks of what an engine, or another caller, does around a Buffer: no fault of a Buffer makes them fail. M2 is
-#: about how the reference's own parts are put together.
-OF_CALLERS = ("I1", "I2", "I3", "I4", "I6", "I11", "I15", "I16", "M2", "W4")
-#: Checks of cases that run on GPUs only, and are in no list of cases here.
-ON_GPUS = ("V20",)
 
 
 @dataclass
@@ -90,11 +84,14 @@ class Outcome:
     @property
     def late(self) -> bool:
         """Whether the first finding was at a later stage than the fault's own."""
-        return self.killed and STAGES.index(self.stage) > STAGES.index(self.own_stage)
+        return self.killed and PLACE[self.stage] > PLACE[self.own_stage]
 
     def to_json(self) -> dict[str, Any]:
         """The outcome as JSON data."""
-        return {**asdict(self), "killed": self.killed, "located": self.located, "bugs": self.bugs.split()}
+        known = CHECKS.get(self.check)
+        said = {"name": known.name if known else "", "promise": known.promise if known else ""}
+        found = {"killed": self.killed, "located": self.located}
+        return {**asdict(self), **said, **found, "bugs": self.bugs.split()}
 
 
 def _here(job: Job, fault: Fault) -> bool:
@@ -238,7 +235,7 @@ def sharpen(job: Job, matrix: Matrix, workers: int = 2) -> None:
 
 def _find_kill(job: Job, check: str, faults: Sequence[str], cases: Sequence[Case]) -> tuple[str, str]:
     """A fault that a check makes fail in some case where it compares something; empty if there is none."""
-    stage = CHECKS[check].stage if check in CHECKS else None
+    stage = CHECKS[check].stage if CHECKS[check].function else None
     near = [one for one in faults if stage in (None, FAULTS[Spec.parse(one).name].stage)]
     for case in cases:
         clean = run_case(job, case)[1]
@@ -318,5 +315,6 @@ def needed_checks(job: Job, whole: bool) -> list[str]:
     if not whole:
         return []
     if job.engine:
-        return [check.id for check in CHECKS.values() if check.stage in _OF_ENGINES]
-    return [check for check in ("F1", *CHECKS, *PROMISES) if check not in OF_CALLERS + ON_GPUS]
+        own = owned_by("engine")
+        return [check.id for check in CHECKS.values() if check.function and check.stage in own]
+    return [check.id for check in CHECKS.values() if not (check.about_callers or check.needs_gpu)]

@@ -17,6 +17,7 @@ from itertools import count
 from random import Random
 
 from moonep_validate.cases.case import VOCABULARY, Case, CaseError, Spec
+from moonep_validate.judge.checks import CHECKS
 from moonep_validate.judge.verdict import Verdict
 from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.run import run_case
@@ -24,8 +25,6 @@ from moonep_validate.pipeline.target import subject_of
 
 #: Alarms that a run may raise per case of a subject that is right.
 BUDGET = 1 / 1000
-#: Checks that compare with a bound on real data.
-BOUNDED = ("P1", "M1", "C3", "Q1", "Q2", "Q3", "T1", "N1", "S1", "T2", "S2")
 #: Ranks of a case. An engine's pool has two.
 _RANKS, _ENGINE_RANKS = (1, 2, 3, 4, 6, 8), (2,)
 #: Cases in a row with the same ranks: a world of processes starts anew for another number.
@@ -110,7 +109,7 @@ def _count(result: NullResult, verdict: Verdict) -> None:
     """Add one case; a vacuous one, e.g. of two ranks that drew the same tiny payload, tells nothing."""
     if verdict.status not in ("passed", "waived", *_ALARMS):
         return
-    bounded = [one for one in verdict.results if one.check in BOUNDED]
+    bounded = [one for one in verdict.results if CHECKS[one.check].bounded]
     result.cases += 1
     result.examined += sum(one.examined for one in bounded)
     result.outside += sum(finding.count for one in bounded for finding in one.findings)

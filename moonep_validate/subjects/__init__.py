@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from moonep_validate import __version__
 from moonep_validate.cases.case import Case
-from moonep_validate.judge.verdict import MODEL_STAGES, STAGES
+from moonep_validate.judge.stages import STAGES, owned_by
 from moonep_validate.reference import moonep_a, moonep_b
 from moonep_validate.scenarios.registry import NEEDS_ENGINE
 from moonep_validate.scenarios.rig import Rig, Session
@@ -120,7 +120,7 @@ def module_subject(
         open=open_module,
         parts={
             **dict.fromkeys(STAGES, part),
-            **dict.fromkeys(MODEL_STAGES, NOTHING),
+            **dict.fromkeys(owned_by("model"), NOTHING),
             "experts": _EXPERTS,
             "layer": _EXPERTS,
         },

@@ -24,7 +24,7 @@ from moonep_validate.data.k3 import (
     model_weights,
 )
 from moonep_validate.data.problem import batch
-from moonep_validate.judge.oracle import routed as oracle
+from moonep_validate.judge.oracle import k3 as oracle
 from moonep_validate.judge.oracle.activation import SITU
 from moonep_validate.judge.oracle.bounds import rounding_variance, within
 from moonep_validate.subjects.engines.sglang import _declare_torchvision

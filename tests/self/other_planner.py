@@ -32,7 +32,7 @@ from torch import Tensor
 
 from moonep_validate.cases.layout import Bools, Int32s, Ints, Layout
 from moonep_validate.judge.oracle.plan import Plan, mark_duplicates, rank_quotas
-from moonep_validate.judge.verdict import STAGES
+from moonep_validate.judge.stages import STAGES
 from moonep_validate.reference import moonep_b
 from moonep_validate.reference.transport import MoonEPCommPlan
 from moonep_validate.scenarios.rig import Rig

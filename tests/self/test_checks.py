@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 
 from moonep_validate.judge.checks import CHECKS, Compared
-from moonep_validate.judge.checks.relations import PROMISES
 from moonep_validate.judge.facts import Step
+from moonep_validate.judge.registry import register, step_checks
 from moonep_validate.pipeline.judge import judge
 from moonep_validate.trace.trace import Part, Trace
 from tests.self.corruptions import CORRUPTIONS, EQUAL_LOADS, Corruption, call, moved_without_need, results, tensor
@@ -36,10 +37,38 @@ def test_corruption_is_caught_at_its_stage(corruption: Corruption, recorded: Cal
 
 
 def test_every_check_has_a_negative_control() -> None:
-    assert {c.check for c in CORRUPTIONS + EXPERTS + MOVED} == {*CHECKS, *PROMISES, "F1"}
+    assert {c.check for c in CORRUPTIONS + EXPERTS + MOVED} == set(CHECKS)
 
 
-@pytest.mark.parametrize("check", CHECKS)
+def test_every_record_has_a_word_and_a_sentence_for_users() -> None:
+    for check in CHECKS.values():
+        assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", check.name)
+        assert len(check.promise.split()) >= 4, check
+        assert check.promise == check.promise.strip(" .")
+        assert (check.function is None) == (check.kind in ("relation", "returns"))
+
+
+def test_two_checks_cannot_have_one_id_or_one_name() -> None:
+    known = CHECKS["W1"]
+    for taken in (known, replace(known, id="W99"), replace(known, name="another-word")):
+        with pytest.raises(AssertionError, match="is taken"):
+            register(taken)
+    assert "W99" not in CHECKS
+
+
+def test_a_failure_says_its_promise_in_text_and_in_json(recorded: Callable[..., Trace]) -> None:
+    trace = recorded()
+    slots = call(trace, "prefetch", 1).tensors["slot_gate"]
+    slots += 1
+    verdict = judge(trace)
+    promise = "ach used slot holds the weights of its expert"
+    said = f"failed at stage prefetch (check W1 slot-content: e{promise}, step base): {trace.case}"
+    assert verdict.diagnosis.splitlines()[0] == said
+    told = verdict.to_json()
+    assert (told["check"], told["name"], told["promise"]) == ("W1", "slot-content", "E" + promise)
+
+
+@pytest.mark.parametrize("check", [check.id for check in step_checks()])
 def test_a_check_without_body_is_vacuous(check: str, recorded: Callable[..., Trace]) -> None:
     empty = replace(CHECKS[check], function=lambda s: iter(()))
     verdict = judge(recorded(), [empty])

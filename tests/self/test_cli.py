@@ -36,14 +36,20 @@ def test_run_prints_evidence_table_meaning_and_code(cli: Cli) -> None:
 def test_failing_run_names_stage_place_and_smallest_reproducer(cli: Cli) -> None:
     code, out, _ = cli("run", "--case", "genB+R4+E8+K2+S9+H24+I20+hot:5", "--fault", "slot-not-filled")
     assert code == 1
-    assert "failed at stage prefetch (check W1, step base)" in out
+    assert (
+        "failed at stage prefetch (check W1 slot-content: each used slot holds the weights of its expert, step base)"
+        in out
+    )
     assert "gate weight bits at rank 1, slot 0, expert 5, weight row 0" in out
     assert "proves: " not in out
     smallest = "moonep-validate run --case 'genB+R2+E2+K1+S1+H8+I8+pad1+table:0,0' --fault slot-not-filled"
     assert smallest in out
     again, out, _ = cli("run", "--case", "genB+R2+E2+K1+S1+H8+I8+pad1+table:0,0", "--fault", "slot-not-filled")
     assert again == 1
-    assert "failed at stage prefetch (check W1, step base)" in out
+    assert (
+        "failed at stage prefetch (check W1 slot-content: each used slot holds the weights of its expert, step base)"
+        in out
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +127,7 @@ def test_only_traces_that_did_not_pass_are_kept_by_default(cli: Cli, tmp_path: P
     assert "smallest failing case" not in out
     code, out, _ = cli("check", str(tmp_path / "b"))
     assert code == 1
-    assert "failed at stage combine (check C1" in out
+    assert "failed at stage combine (check C1 combine-sum" in out
     assert "--fault duplicates-dropped" in out
 
 

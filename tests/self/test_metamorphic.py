@@ -29,7 +29,7 @@ from moonep_validate.data.transforms import (
     transformed_weights,
 )
 from moonep_validate.faults import parse_fault
-from moonep_validate.judge.checks.relations import PROMISES
+from moonep_validate.judge.checks import CHECKS
 from moonep_validate.judge.verdict import Result
 from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.judge import judge
@@ -314,7 +314,7 @@ def test_a_faulty_layer_contradicts_itself(fault: str) -> None:
 
 
 def test_each_relation_sees_a_fault() -> None:
-    assert set().union(*SEEN.values()) == set(OURS) == {id for id in PROMISES if id in OURS}
+    assert set().union(*SEEN.values()) == set(OURS) == {id for id in CHECKS if id in OURS}
 
 
 @pytest.mark.parametrize("generation", ["A", "B"])

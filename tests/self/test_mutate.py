@@ -14,7 +14,7 @@ from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.faults import FAULTS
 from moonep_validate.judge.checks import CHECKS, Compared
 from moonep_validate.judge.facts import Step
-from moonep_validate.judge.verdict import STAGES
+from moonep_validate.judge.stages import STAGES
 from moonep_validate.pipeline.job import Job
 from moonep_validate.studies import mutate as mutation
 from moonep_validate.studies.mutate import MOST_CASES, Matrix, Outcome, case_list, chosen, try_fault

@@ -35,7 +35,7 @@ def test_a_failure_is_a_diagnosis_with_a_reproducer(consumer: pytest.Pytester) -
     assert result.ret == 1
     result.stdout.fnmatch_lines(
         [
-            f"E * failed at stage prefetch (check W1, step base): {CASE}",
+            f"E * failed at stage prefetch (check W1 slot-content: each used slot holds the weights of its expert, step base): {CASE}",
             "E * gate weight bits at rank 1, slot 0, expert 0, weight row 0, weight column 0: expected *, got *",
             f"reproduce: moonep-validate run --case '{CASE}' --fault slot-not-filled",
         ]

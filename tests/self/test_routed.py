@@ -13,9 +13,9 @@ from moonep_validate.data.problem import batch
 from moonep_validate.data.routing import topk_ids
 from moonep_validate.doors.repro import standalone
 from moonep_validate.judge.facts import Step
-from moonep_validate.judge.oracle import routed as oracle
+from moonep_validate.judge.oracle import k3 as oracle
 from moonep_validate.judge.oracle.activation import SILU, SITU
-from moonep_validate.judge.verdict import MODEL_STAGES
+from moonep_validate.judge.stages import owned_by
 from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.record import record
 from moonep_validate.pipeline.run import run_case
@@ -187,7 +187,7 @@ def test_a_table_needs_distinct_ids() -> None:
 def test_other_subjects_and_scripts_say_that_they_do_not_run_it() -> None:
     subject = module_subject("moonep", "B", Part("real", "moonep", "1.0"), relaxed=True, destructive=False)
     assert subject.supports(CASE) == "model k3 runs on the embedded reference; leave --moonep-module out"
-    assert {subject.parts[stage].level for stage in MODEL_STAGES} == {"none"}
+    assert {subject.parts[stage].level for stage in owned_by("model")} == {"none"}
     assert REFERENCE.supports(CASE) is None
     with pytest.raises(CaseError, match="model k3: a script holds MoonEP's path only"):
         standalone(CASE, "moonep")

@@ -173,4 +173,4 @@ def test_races_prints_what_it_found(cli: Callable[..., tuple[int, str, str]]) ->
     code, out, _ = cli("races", "--ranks", "2", "--seeds", "2", "--fault", "no-dispatch-exit-fence")
     assert code == 1
     assert "2 failed, the first at seed 0" in out
-    assert "failed at stage dispatch (check H1" in out
+    assert "failed at stage dispatch (check H1 rows-read-in-time:" in out

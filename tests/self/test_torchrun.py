@@ -55,7 +55,9 @@ def test_what_one_rank_raises_reaches_all_and_the_next_case_runs(tmp_path: Path)
     options = ["--fault", "rank-raises", "--case", f"{SIZES}+combine_only", "--case", f"{SIZES}+hot:0"]
     code, text, report = parity(tmp_path, *options, "--case", SIZES)
     assert code == 1
-    assert text.count("failed at stage prefetch (check F1, step base)") == 2
+    assert (
+        text.count("failed at stage prefetch (check F1 returns: every call returns on every rank, step base)") == 2
+    )
     assert text.count("at rank 1: expected return, got RuntimeError: seeded failure of prefetch_weight") == 2
     assert "of 3 cases ran" in text
     assert report["exit_code"] == 1

@@ -9,6 +9,7 @@ from pathlib import Path
 from moonep_validate import __version__
 from moonep_validate.cases.case import Case
 from moonep_validate.doors.report.summary import Summary
+from moonep_validate.judge.checks import CHECKS
 from moonep_validate.trace.trace import Trace, TraceError
 
 SCHEMA = 1
@@ -41,6 +42,7 @@ class OutputFolder:
             "interrupted": summary.interrupted,
             "exit_code": summary.exit_code,
             "planned": summary.planned,
+            "checks": {c.id: {"name": c.name, "stage": c.stage, "promise": c.promise} for c in CHECKS.values()},
             "cases": [verdict.to_json() for verdict in summary.verdicts],
         }
         part = self.path / "report.json.part"

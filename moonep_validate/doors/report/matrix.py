@@ -9,7 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from moonep_validate.faults import FAULTS, Fault
-from moonep_validate.studies.mutate import OF_CALLERS, ON_GPUS, Matrix, Outcome
+from moonep_validate.judge.checks import CHECKS
+from moonep_validate.studies.mutate import Matrix, Outcome
 
 _STYLE = {"killed": "green", "not_exercised": "dim", "not_run": "dim"}
 
@@ -97,9 +98,11 @@ def _checks(matrix: Matrix) -> Sequence[str]:
         lines.append(f"| {check} | {', '.join(names)} |")
     if not matrix.needed:
         return lines
+    callers = [check.id for check in CHECKS.values() if check.about_callers]
+    gpus = [check.id for check in CHECKS.values() if check.needs_gpu]
     return [
         *lines,
         "",
-        f"No fault of a Buffer makes {', '.join(OF_CALLERS)} fail: they judge what an engine or a caller does.",
-        f"{', '.join(ON_GPUS)} is judged on GPUs only. Corrupted traces in the tests show that these can fail.",
+        f"No fault of a Buffer makes {', '.join(callers)} fail: they judge what an engine or a caller does.",
+        f"{', '.join(gpus)} is judged on GPUs only. Corrupted traces in the tests show that these can fail.",
     ]

@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from moonep_validate.judge.checks import CHECKS
-from moonep_validate.judge.checks.relations import PROMISES
-from moonep_validate.judge.verdict import EXIT_CODES, NO_CHECK, STAGES, Verdict, worst
+from moonep_validate.judge.checks import CHECKS, Check
+from moonep_validate.judge.stages import PLACE
+from moonep_validate.judge.verdict import EXIT_CODES, NO_CHECK, Verdict, worst
 from moonep_validate.judge.witnesses import WITNESSES
-from moonep_validate.pipeline.returns import RETURNS
 
 INTERRUPTED = 2
 NOTHING_RAN = 5
@@ -21,8 +20,7 @@ class Row:
     """One check over all cases."""
 
     stage: str
-    check: str
-    summary: str
+    check: Check
     examined: int = 0
     information: bool = False
     statuses: Counter[str] = field(default_factory=Counter)
@@ -76,11 +74,10 @@ class Summary:
                 continue
             stage = result.stage
             if result.status == "passed":
-                stage = {"F1": "life", **dict.fromkeys(PROMISES, "layer")}.get(result.check, stage)
+                stage = CHECKS[result.check].stage
             if result.status == "not_applicable":
                 continue
-            summary = _summary(result.check)
-            row = rows.setdefault((STAGES.index(stage), result.check), Row(stage, result.check, summary))
+            row = rows.setdefault((PLACE[stage], result.check), Row(stage, CHECKS[result.check]))
             row.examined += result.examined
             row.statuses[result.status] += 1
             row.information |= not result.gates
@@ -90,17 +87,11 @@ class Summary:
         """Checks that compared nothing in any case, and known events that no case showed."""
         active = {r.check for verdict in self.verdicts for r in verdict.results if r.examined}
         seen = self.witnesses()
-        return [c for c in (*CHECKS, *PROMISES) if c not in active] + [f"@{w}" for w in WITNESSES if not seen[w]]
+        return [id for id in CHECKS if id not in active] + [f"@{w}" for w in WITNESSES if not seen[w]]
 
     def witnesses(self) -> Counter[str]:
         """Cases in which each event occurred."""
         return Counter(name for v in self.verdicts for name, count in v.witnesses.items() if count)
-
-
-def _summary(check: str) -> str:
-    if check in CHECKS:
-        return CHECKS[check].summary
-    return PROMISES.get(check, RETURNS)
 
 
 def first_failures(verdicts: Sequence[Verdict]) -> list[Verdict]:

@@ -77,7 +77,7 @@ def show_table(console: Console, summary: Summary) -> None:
         passed, total = row.statuses["passed"], sum(row.statuses.values())
         status = styled(row.status) + (" (information)" if row.information else "")
         shown = "" if row.stage == stage else row.stage
-        table.add_row(shown, row.check, row.summary, status, f"{passed}/{total}", f"{row.examined:,}")
+        table.add_row(shown, str(row.check), row.check.promise, status, f"{passed}/{total}", f"{row.examined:,}")
         stage = row.stage
     console.print(table)
     seen = ", ".join(f"{name} {count}" for name, count in summary.witnesses().items())

@@ -1,4 +1,4 @@
-"""Which promises are checked? A check is a small function of one step; this module registers and feeds them.
+"""How is a promise checked? A check is a small function of one step; this module feeds it and compares.
 
 A check yields what it compared. It judges one stage on the inputs that this stage was really given, so the
 first stage with a finding is the broken one. It never sees two traces and never re-derives inputs from the case.
@@ -18,11 +18,12 @@ from torch import Tensor
 
 from moonep_validate.judge.facts import Absent, Missing, Step, Undecided
 from moonep_validate.judge.oracle.arithmetic import Arithmetic
-from moonep_validate.judge.verdict import STAGES, Finding, Result
-from moonep_validate.trace.keep import LEVELS, Keep
+from moonep_validate.judge.registry import CHECKS as CHECKS
+from moonep_validate.judge.registry import Check as Check
+from moonep_validate.judge.verdict import Finding, Result
+from moonep_validate.trace.keep import Keep
 from moonep_validate.trace.trace import Trace, bits, same_bits
 
-KINDS = ("law", "drop_in")
 _MODULES = (
     "life",
     "history",
@@ -33,8 +34,9 @@ _MODULES = (
     "experts",
     "combine",
     "layer",
-    "routed",
+    "k3",
     "reduce",
+    "relations",
 )
 
 
@@ -49,48 +51,6 @@ class Compared:
         """The same with a remark after what the first finding got."""
         first, *rest = self.findings
         return replace(self, findings=(replace(first, actual=first.actual + text), *rest))
-
-
-@dataclass(frozen=True)
-class Check:
-    """One promise.
-
-    Attributes:
-        id: the invariant's id in docs/contract.md.
-        stage: the stage it judges, one of ``STAGES``.
-        kind: ``law`` (gates everywhere), ``drop_in`` (gates where the part promises upstream's exact
-            behaviour); promises between two steps are relations (relations.py).
-        summary: one line for tables.
-        needs: what the recorder must have kept, one of ``keep.LEVELS``: bits that moved are in a digest, sums of
-            rows are in their columns.
-    """
-
-    id: str
-    stage: str
-    kind: str
-    summary: str
-    function: Callable[[Step], Iterator[Compared]]
-    needs: str = "plan"
-
-
-CHECKS: dict[str, Check] = {}
-
-
-def check(
-    id: str, stage: str, kind: str = "law", needs: str = "plan"
-) -> Callable[..., Callable[[Step], Iterator[Compared]]]:
-    """Register a check; the first line of its docstring is its summary."""
-    assert stage in STAGES
-    assert kind in KINDS
-    assert needs in LEVELS
-
-    def register(function: Callable[[Step], Iterator[Compared]]) -> Callable[[Step], Iterator[Compared]]:
-        assert id not in CHECKS, f"check id {id} is taken"
-        summary = (function.__doc__ or "").splitlines()[0].rstrip(".")
-        CHECKS[id] = Check(id, stage, kind, summary, function, needs)
-        return function
-
-    return register
 
 
 def run_check(check: Check, step: Step, trace: Trace) -> Result:
@@ -109,6 +69,7 @@ def run_check(check: Check, step: Step, trace: Trace) -> Result:
         reason = f"it needs --record {check.needs}, the recorder kept {trace.keep}"
         return Result(**result, status="not_applicable", reason=reason)
     try:
+        assert check.function is not None
         compared = list(check.function(step))
     except Absent as absent:
         return Result(**result, status="not_applicable", reason=str(absent))

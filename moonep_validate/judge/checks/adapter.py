@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from moonep_validate.data.problem import PROJECTIONS
-from moonep_validate.judge.checks import Compared, axes, check, differ, differ_bits
+from moonep_validate.judge.checks import Compared, axes, differ, differ_bits
 from moonep_validate.judge.facts import Absent, Step
+from moonep_validate.judge.registry import check
 
 
 def _tokens(s: Step, rank: int) -> int:
@@ -20,7 +21,7 @@ def _tokens(s: Step, rank: int) -> int:
 
 @check("I8", "load", needs="full")
 def loaded_bytes(s: Step) -> Iterator[Compared]:
-    """Every rank holds every expert's weights, in expert order, as the checkpoint has them; of B its own ones"""
+    """A rank's weights are the checkpoint's bytes, in expert order (generation A: all experts, B: its own)"""
     loaded = s.call("load", 0).tensors  # a trace that has travelled keeps no order
     names = [*PROJECTIONS, *(f"{name}_scale" for name in PROJECTIONS)]
     for name in (one for one in names if f"local_{one}" in loaded):
@@ -37,7 +38,7 @@ def loaded_bytes(s: Step) -> Iterator[Compared]:
             yield differ_bits(f"{name} weight", due, held, place)
 
 
-@check("I1", "prepare", needs="digest")
+@check("I1", "prepare", needs="digest", about_callers=True)
 def padded_tokens(s: Step) -> Iterator[Compared]:
     """Each rank dispatches its own tokens first, then rows of zero with zero weight"""
     for rank in range(s.case.R):
@@ -51,7 +52,7 @@ def padded_tokens(s: Step) -> Iterator[Compared]:
             yield differ(f"padding {name}", torch.zeros_like(got), got, pads)
 
 
-@check("I2", "prepare")
+@check("I2", "prepare", about_callers=True)
 def legal_ids(s: Step) -> Iterator[Compared]:
     """Expert ids and weights arrive as given; an invalid id becomes a legal one of weight zero"""
     for rank in range(s.case.R):
@@ -66,7 +67,7 @@ def legal_ids(s: Step) -> Iterator[Compared]:
         yield differ_bits("dispatched route weight", want, s.one("dispatch", rank, "topk_weights")[:n], at)
 
 
-@check("I3", "prepare", needs="digest")
+@check("I3", "prepare", needs="digest", about_callers=True)
 def counted_ids(s: Step) -> Iterator[Compared]:
     """tokens_per_expert counts the ids that are dispatched, padding included"""
     for rank in range(s.case.R):
@@ -77,14 +78,14 @@ def counted_ids(s: Step) -> Iterator[Compared]:
         yield differ("tokens_per_expert", want, s.one("dispatch", rank, "tokens_per_expert"), at)
 
 
-@check("I4", "prepare")
+@check("I4", "prepare", about_callers=True)
 def same_capacity(s: Step) -> Iterator[Compared]:
     """Every rank dispatches into a Buffer of the same capacity"""
     got = np.array([len(s.one("dispatch", rank, "hidden")) for rank in range(s.case.R)])
     yield differ("dispatched tokens, against rank 0", np.full(s.case.R, got[0]), got, axes("rank"))
 
 
-@check("I6", "prefetch")
+@check("I6", "prefetch", about_callers=True)
 def prefetch_in_time(s: Step) -> Iterator[Compared]:
     """Prefetch runs between dispatch and combine, and all three use the same plan"""
     order = []
@@ -102,8 +103,8 @@ def prefetch_in_time(s: Step) -> Iterator[Compared]:
     yield differ("calls in order", want, np.array(order), axes("rank"))
 
 
-@check("I15", "life")
-def nothing_left(s: Step) -> Iterator[Compared]:
+@check("I15", "life", about_callers=True)
+def buffers_destroyed(s: Step) -> Iterator[Compared]:
     """Every Buffer that was built has been destroyed when the engine is closed"""
     got = np.array([call.info["living"] for call in s.calls("buffers")])
     yield differ("Buffers never destroyed", np.zeros(s.case.R, int), got, axes("rank"))

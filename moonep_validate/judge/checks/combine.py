@@ -7,15 +7,16 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from moonep_validate.judge.checks import Compared, axes, check, differ, differ_bits, unchanged_inputs
+from moonep_validate.judge.checks import Compared, axes, differ, differ_bits, unchanged_inputs
 from moonep_validate.judge.facts import Absent, Step
 from moonep_validate.judge.oracle.bounds import combine_bound
 from moonep_validate.judge.oracle.combine import combined, prologue
+from moonep_validate.judge.registry import check
 
 
 @check("C1", "combine", kind="drop_in", needs="columns")
 def combine_sum(s: Step) -> Iterator[Compared]:
-    """Each token is the sum of its rows, rounded as upstream"""
+    """Each token is the sum of its rows, rounded where upstream rounds"""
     want = combined(s.tap("combine", "rows"), s.rank_of, s.row_of)
     yield differ("combined hidden", want, s.tap("combine", "hidden"), axes("rank", "token", "column"))
 
@@ -30,7 +31,7 @@ def combine_weights(s: Step) -> Iterator[Compared]:
     yield differ_bits("gathered route weight", want, got, axes("rank", "token", "k"))
 
 
-@check("C3", "combine", needs="columns")
+@check("C3", "combine", needs="columns", bounded=True)
 def combine_bounded(s: Step) -> Iterator[Compared]:
     """Each token is the sum of its rows, within one rounding per rank"""
     if s.info("combine", "repeat", 0):
@@ -61,7 +62,7 @@ def in_place_prologue(s: Step) -> Iterator[Compared]:
 
 
 @check("U3", "combine", needs="digest")
-def inputs(s: Step) -> Iterator[Compared]:
+def combine_inputs(s: Step) -> Iterator[Compared]:
     """Combine on a copy leaves its inputs as they are"""
     if s.info("combine", "zero_copy", False):
         raise Absent("a zero-copy combine changes its rows by contract")

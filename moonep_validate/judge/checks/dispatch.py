@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from moonep_validate.judge.checks import Compared, axes, check, differ, differ_bits, unchanged_inputs
+from moonep_validate.judge.checks import Compared, axes, differ, differ_bits, unchanged_inputs
 from moonep_validate.judge.facts import Absent, Step
+from moonep_validate.judge.registry import check
 from moonep_validate.trace.keep import DIGEST
 
 
 @check("D1", "dispatch", needs="digest")
-def payload(s: Step) -> Iterator[Compared]:
+def row_payload(s: Step) -> Iterator[Compared]:
     """Each planned row holds its token's bits and route weight"""
     rows, hidden = s.tap("dispatch", "rows"), s.tap("dispatch", "hidden")
     inside = s.in_range
@@ -51,8 +52,8 @@ def zero_padding(s: Step) -> Iterator[Compared]:
 
 
 @check("A1", "dispatch")
-def aliasing(s: Step) -> Iterator[Compared]:
-    """zero_copy returns the Buffer's own rows, and only that does"""
+def zero_copy_view(s: Step) -> Iterator[Compared]:
+    """A dispatch with zero_copy returns the Buffer's own rows, any other one a copy"""
     is_view = [call.info.get("is_view") for call in s.calls("dispatch")]
     if None in is_view:
         raise Absent("this Buffer has no view of its rows to compare with")
@@ -71,6 +72,6 @@ def replay_form(s: Step) -> Iterator[Compared]:
 
 
 @check("U1", "dispatch", needs="digest")
-def inputs(s: Step) -> Iterator[Compared]:
+def dispatch_inputs(s: Step) -> Iterator[Compared]:
     """Dispatch leaves its inputs as they are"""
     yield from unchanged_inputs(s, "dispatch")

@@ -11,15 +11,16 @@ from torch import Tensor
 from moonep_validate.cases.layout import Bools, Ints
 from moonep_validate.data.problem import PROJECTIONS
 from moonep_validate.formats import mxfp4
-from moonep_validate.judge.checks import Compared, axes, check, differ, differ_beyond, unchanged_inputs
+from moonep_validate.judge.checks import Compared, axes, differ, differ_beyond, unchanged_inputs
 from moonep_validate.judge.checks.identity import said_of
 from moonep_validate.judge.facts import Absent, Step
 from moonep_validate.judge.oracle.dense import grouped_rows
+from moonep_validate.judge.registry import check
 
 
-@check("P1", "experts", needs="columns")
+@check("P1", "experts", needs="columns", bounded=True)
 def expert_rows(s: Step) -> Iterator[Compared]:
-    """Each row equals the float64 expert on its input"""
+    """Each row is what its expert makes of the row's input, computed in float64"""
     for rank in range(s.case.R):  # present on every rank, or this check did not run
         s.one("experts", rank, "out")
     for rank in range(s.case.R):
@@ -92,15 +93,15 @@ def decoded_weights(weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 @check("P2", "experts", needs="full")
-def inputs(s: Step) -> Iterator[Compared]:
+def experts_inputs(s: Step) -> Iterator[Compared]:
     """The experts leave rows, route weights, groups and weights as they are, padding and tail included"""
     _ours(s)
     yield from unchanged_inputs(s, "experts")
 
 
 @check("P3", "experts", needs="full")
-def shapes(s: Step) -> Iterator[Compared]:
-    """The output has one BF16 row per row of the buffer"""
+def expert_output_form(s: Step) -> Iterator[Compared]:
+    """The experts return one BF16 row for each row of the buffer"""
     _ours(s)
     for rank in range(s.case.R):
         want, got = (s.one("experts", rank, name) for name in ("rows", "out"))

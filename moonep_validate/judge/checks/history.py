@@ -11,24 +11,25 @@ from typing import Any
 
 import numpy as np
 
-from moonep_validate.judge.checks import Compared, check, differ
+from moonep_validate.judge.checks import Compared, differ
 from moonep_validate.judge.facts import Absent, Step, Undecided
+from moonep_validate.judge.registry import check
 
 
 @check("H1", "dispatch")
-def rows_read(s: Step) -> Iterator[Compared]:
+def rows_read_in_time(s: Step) -> Iterator[Compared]:
     """Rows are read after every rank's dispatch has ended, and before the next begins"""
     yield from _reads(s, "dispatch")
 
 
 @check("H2", "experts")
-def views_read(s: Step) -> Iterator[Compared]:
-    """Experts read the rows and slots of their own step"""
+def slots_read_in_time(s: Step) -> Iterator[Compared]:
+    """The experts read the rows and slots of their own step"""
     yield from _reads(s, "experts")
 
 
 @check("H3", "combine")
-def sums_read(s: Step) -> Iterator[Compared]:
+def sums_read_in_time(s: Step) -> Iterator[Compared]:
     """A rank's sums are read after it has made them, and before it makes the next"""
     yield from _reads(s, "combine")
 

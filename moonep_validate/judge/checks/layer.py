@@ -11,14 +11,15 @@ from torch import Tensor
 from moonep_validate.cases.layout import Ints
 from moonep_validate.data.problem import PROJECTIONS
 from moonep_validate.formats import mxfp4
-from moonep_validate.judge.checks import Compared, Place, axes, check, differ, differ_beyond, differ_bits
+from moonep_validate.judge.checks import Compared, Place, axes, differ, differ_beyond, differ_bits
 from moonep_validate.judge.facts import Absent, Missing, Step
 from moonep_validate.judge.oracle.dense import dense_layer
+from moonep_validate.judge.registry import check
 
 
-@check("I16", "layer", needs="digest")
-def real_rows(s: Step) -> Iterator[Compared]:
-    """The output is the first rows of what combine returned"""
+@check("I16", "layer", needs="digest", about_callers=True)
+def layer_rows(s: Step) -> Iterator[Compared]:
+    """The layer returns the first rows of what combine returned"""
     rank, token = np.nonzero(s.real)
     index = torch.from_numpy(rank), torch.from_numpy(token)
     combined, out = s.tap("combine", "hidden"), s.tap("layer", "out")
@@ -29,9 +30,9 @@ def real_rows(s: Step) -> Iterator[Compared]:
     yield differ_bits("layer output", combined[index], out[index].to(combined.dtype), _place(rank, token))
 
 
-@check("M1", "layer", needs="full")
+@check("M1", "layer", needs="full", bounded=True)
 def dense_reference(s: Step) -> Iterator[Compared]:
-    """The output equals the dense float64 reference"""
+    """The layer equals a dense mixture of experts in float64, computed without the plan"""
     rank, token = np.nonzero(s.real)
     index = torch.from_numpy(rank), torch.from_numpy(token)
     hidden, ids, route_weights, got = (

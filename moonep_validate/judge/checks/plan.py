@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from moonep_validate.cases.layout import Bools, Ints
-from moonep_validate.judge.checks import Compared, Place, axes, check, differ
+from moonep_validate.judge.checks import Compared, Place, axes, differ
 from moonep_validate.judge.facts import Absent, Missing, Step
 from moonep_validate.judge.oracle.plan import Plan, make_plan
+from moonep_validate.judge.registry import check
 
 
 def _oracle(s: Step) -> Plan:
@@ -37,7 +38,7 @@ def _remote(s: Step) -> Bools:
 
 @check("O1", "plan")
 def output_form(s: Step) -> Iterator[Compared]:
-    """Outputs have the promised shapes and dtypes, contiguous"""
+    """Outputs of dispatch have the promised shapes and dtypes, and are contiguous"""
     case, slots = s.case, s.layout.num_slots
     for rank, call in enumerate(s.calls("dispatch")):
         rows = len(call.tensors["rows"]) if "rows" in call.tensors else 0
@@ -69,7 +70,7 @@ def destination_exists(s: Step) -> Iterator[Compared]:
 
 
 @check("L2", "plan")
-def injective(s: Step) -> Iterator[Compared]:
+def rows_not_shared(s: Step) -> Iterator[Compared]:
     """No two routes share a row"""
     _, first, counts = np.unique(s.raw, return_index=True, return_counts=True)
     got = np.ones(s.raw.size, np.int64)
@@ -78,7 +79,7 @@ def injective(s: Step) -> Iterator[Compared]:
 
 
 @check("L3", "plan")
-def balance(s: Step) -> Iterator[Compared]:
+def equal_rows(s: Step) -> Iterator[Compared]:
     """Each rank computes exactly S*K rows"""
     got = np.bincount(s.rank_of[s.in_range], minlength=s.case.R)
     yield differ("rows per rank", np.full(s.case.R, s.layout.capacity), got, axes("rank"))
@@ -93,7 +94,7 @@ def right_expert(s: Step) -> Iterator[Compared]:
 
 
 @check("L5", "plan")
-def prefix(s: Step) -> Iterator[Compared]:
+def real_rows_first(s: Step) -> Iterator[Compared]:
     """The real rows of a group are its first rows"""
     rank = np.where(s.in_range, s.rank_of, 0)
     group = np.minimum(s.row_group[rank, s.row_of], s.cu_seqlens.shape[1] - 1)
@@ -112,7 +113,7 @@ def padded_groups(s: Step) -> Iterator[Compared]:
 
 
 @check("L7", "plan")
-def zero_fill(s: Step) -> Iterator[Compared]:
+def padding_ranges(s: Step) -> Iterator[Compared]:
     """zero_fill_ranges are exactly the padding rows"""
     begin = np.concatenate([np.zeros((s.case.R, 1), int), s.cu_seqlens[:, :-1]], axis=1)
     count = s.cu_seqlens - begin - s.group_rows
@@ -190,7 +191,7 @@ def dedup_lists(s: Step) -> Iterator[Compared]:
 
 @check("L13", "plan")
 def remote_stats(s: Step) -> Iterator[Compared]:
-    """remote_stats count my remote experts, and copies of mine elsewhere"""
+    """remote_stats counts a rank's remote experts, and the slots of other ranks that copy its own"""
     got = s.ints("dispatch", "remote_stats")
     yield differ("remote experts", _remote(s).sum(axis=0), got[:, 0], axes("rank"))
     owners = np.bincount(s.layout.home(s.copies[s.copies >= 0]), minlength=s.case.R)
@@ -198,7 +199,7 @@ def remote_stats(s: Step) -> Iterator[Compared]:
 
 
 @check("L14", "plan")
-def conservation(s: Step) -> Iterator[Compared]:
+def rows_conserved(s: Step) -> Iterator[Compared]:
     """Each expert gets as many rows as it has routes"""
     occupied = s.row_expert[s.row_route >= 0]
     got = np.bincount(occupied[occupied >= 0], minlength=s.case.E)
@@ -224,14 +225,14 @@ def no_needless_move(s: Step) -> Iterator[Compared]:
 
 
 @check("X1", "plan", kind="drop_in")
-def allocation(s: Step) -> Iterator[Compared]:
-    """Upstream's allocation of rows to ranks, tie-breaks included"""
+def upstream_allocation(s: Step) -> Iterator[Compared]:
+    """Each rank computes as many rows of each expert as upstream plans, tie-breaks included"""
     yield differ("rows of the expert on the rank", _oracle(s).alloc, s.alloc, axes("expert", "rank"))
 
 
 @check("X2", "plan", kind="drop_in")
-def row_order(s: Step) -> Iterator[Compared]:
-    """Upstream's rank and row for each route"""
+def upstream_rows(s: Step) -> Iterator[Compared]:
+    """Each route has the rank and row that upstream gives it"""
     plan = _oracle(s)
     raw = plan.raw.astype(np.int64).reshape(s.raw.shape)
     yield differ("rank of the route", raw // plan.layout.num_rows, s.rank_of, _route(s))
@@ -239,8 +240,8 @@ def row_order(s: Step) -> Iterator[Compared]:
 
 
 @check("X3", "plan", kind="drop_in")
-def slot_order(s: Step) -> Iterator[Compared]:
-    """Upstream's choice and order of experts in slots"""
+def upstream_slots(s: Step) -> Iterator[Compared]:
+    """Slots hold the experts that upstream puts there, in upstream's order"""
     yield differ("expert in the slot", _oracle(s).experts_to_copy, s.copies, axes("rank", "slot"))
 
 

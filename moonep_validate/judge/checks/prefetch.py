@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from moonep_validate.cases.layout import Ints, local_first_rows
-from moonep_validate.judge.checks import Compared, axes, check, differ, differ_bits, unchanged_inputs
+from moonep_validate.judge.checks import Compared, axes, differ, differ_bits, unchanged_inputs
 from moonep_validate.judge.facts import Absent, Step
+from moonep_validate.judge.registry import check
 from moonep_validate.trace.trace import bits
 
 
@@ -37,7 +38,7 @@ def _place(rank: Ints, slot: Ints, expert: Ints | None = None) -> Callable[[tupl
 
 @check("W6", "prefetch", needs="digest")
 def own_experts_first(s: Step) -> Iterator[Compared]:
-    """Where a rank's own experts come first, each row holds its expert, weights and scales alike"""
+    """In the order that puts a rank's own experts first, each row holds its expert's weights and scales"""
     if not s.has("prefetch", "full_gate"):
         raise Absent("the rows are in the order of the expert ids")
     rows = torch.stack([torch.from_numpy(local_first_rows(s.case, r)).flatten() for r in range(s.case.R)])
@@ -50,7 +51,7 @@ def own_experts_first(s: Step) -> Iterator[Compared]:
 
 @check("W1", "prefetch", needs="digest")
 def slot_content(s: Step) -> Iterator[Compared]:
-    """Each used slot holds its expert's weights, bit for bit"""
+    """Each used slot holds the weights of its expert"""
     copies = _copies(s)
     rank, slot = np.nonzero(copies >= 0)
     if not len(rank):
@@ -77,7 +78,7 @@ def _owner(s: Step, name: str, want: Tensor, got: Tensor) -> str:
 
 
 @check("W2", "prefetch", needs="digest")
-def others_unchanged(s: Step) -> Iterator[Compared]:
+def other_slots_unchanged(s: Step) -> Iterator[Compared]:
     """Unused slots, and gaps behind the slots, stay as they were"""
     rank, slot = np.nonzero(_copies(s) < 0)
     gaps = [name for name in _names(s) if s.has("prefetch", f"gap_{name}")]
@@ -95,9 +96,9 @@ def others_unchanged(s: Step) -> Iterator[Compared]:
         yield differ_bits(f"{name} of an unused slot", before, after, _place(rank, slot))
 
 
-@check("W4", "prefetch")
+@check("W4", "prefetch", about_callers=True)
 def slots_quiet_before(s: Step) -> Iterator[Compared]:
-    """No rank writes its slots after the last collective before prefetch"""
+    """No rank writes its own slots between the last collective and prefetch"""
     order = []
     for rank in range(s.case.R):
         ops = [call.op for call in s.trace.calls[rank] if call.step == s.name]
@@ -111,8 +112,8 @@ def slots_quiet_before(s: Step) -> Iterator[Compared]:
 
 
 @check("W5", "prefetch")
-def called_with_empty_plan(s: Step) -> Iterator[Compared]:
-    """A plan without copies returns on every rank too"""
+def empty_plan_returns(s: Step) -> Iterator[Compared]:
+    """Prefetch returns on every rank, also for a plan without copies"""
     if (_copies(s) >= 0).any():
         raise Absent("the plan uses a slot")
     done = np.array([call.done and not call.error for call in s.calls("prefetch")])
@@ -120,6 +121,6 @@ def called_with_empty_plan(s: Step) -> Iterator[Compared]:
 
 
 @check("U2", "prefetch", needs="digest")
-def inputs(s: Step) -> Iterator[Compared]:
+def prefetch_inputs(s: Step) -> Iterator[Compared]:
     """Prefetch leaves the owners' weights as they are"""
     yield from unchanged_inputs(s, "prefetch")

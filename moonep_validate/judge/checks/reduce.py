@@ -8,15 +8,16 @@ import numpy as np
 import torch
 
 from moonep_validate.data.problem import PROJECTIONS
-from moonep_validate.judge.checks import Compared, axes, check, differ, differ_bits
+from moonep_validate.judge.checks import Compared, axes, differ, differ_bits
 from moonep_validate.judge.facts import Absent, Step
+from moonep_validate.judge.registry import check
 
 _AXES = axes("rank", "expert_of_rank", "weight_row", "weight_column")
 
 
 @check("R1", "reduce", needs="full")
 def summed_in_order(s: Step) -> Iterator[Compared]:
-    """Owners add slot gradients in ascending (rank, slot), float32"""
+    """An owner adds the gradients of slots in ascending order of (rank, slot), in float32"""
     copies = s.ints("reduce", "experts_to_copy")[0]
     for name in PROJECTIONS:
         want = s.tap("reduce", f"local_{name}").flatten(0, 1).clone()
@@ -29,7 +30,7 @@ def summed_in_order(s: Step) -> Iterator[Compared]:
 
 @check("R2", "reduce", needs="full")
 def slots_cleared(s: Step) -> Iterator[Compared]:
-    """Used slots are zero afterwards, nothing else changes"""
+    """Used slots are zero afterwards, and nothing else changes"""
     copies = s.ints("reduce", "experts_to_copy")[0]
     own = np.arange(s.case.R)[:, None] * s.layout.experts_per_rank + np.arange(s.layout.experts_per_rank)
     for name in PROJECTIONS:

@@ -1,4 +1,4 @@
-"""Do steps that must agree agree, after what the relation says of them? One result per promise and stage."""
+"""Do two steps agree where a relation says that they must? One result for each relation and stage."""
 
 from __future__ import annotations
 
@@ -7,34 +7,38 @@ import torch
 
 from moonep_validate.judge.checks import Compared, differ, differ_bits
 from moonep_validate.judge.facts import Absent, Missing, Step
-from moonep_validate.judge.verdict import STAGES, Result
+from moonep_validate.judge.registry import Check, register
+from moonep_validate.judge.stages import STAGES
+from moonep_validate.judge.verdict import Result
 from moonep_validate.trace.keep import Keep
 from moonep_validate.trace.trace import Relation, Trace
 
-PROMISES = {
-    "I10": "Undefined memory never influences a result",
-    "I11": "A step after an exception in the layer is healthy",
-    "V1": "A repeat gives the same bits",
-    "V2": "A replay of a plan sends the same rows",
-    "V3": "Zero-copy equals copy",
-    "V4": "Asynchronous equals synchronous",
-    "V5": "Leaving out route weights changes nothing else",
-    "V6": "A plan is untouched by later calls",
-    "V7": "A recreated or second Buffer gives the same bits",
-    "V8": "Another layer on the same slots leaves no trace",
-    "V9": "Tokens in another order have the same outputs",
-    "V10": "Experts under other numbers give the same outputs",
-    "V11": "Tokens on other ranks have the same outputs",
-    "V12": "Half of a batch alone has the same outputs",
-    "V13": "A token's output does not depend on other tokens' values",
-    "V14": "The output is linear in the down projection of an expert",
-    "V15": "The outputs of even and of odd routes add up",
-    "V16": "A route of weight zero contributes nothing, wherever it goes",
-    "V17": "An expert taken twice counts as once with the sum of the weights",
-    "V18": "The number of slots changes nothing",
-    "V19": "Batches in flight at a time give what each gives alone",
-    "V20": "A CUDA graph gives what eager calls give, also after other work",
-}
+_RELATIONS = (
+    ("I10", "undefined-memory", "Undefined memory never influences a result"),
+    ("I11", "healthy-after-exception", "The step after an exception in the layer equals the first step"),
+    ("V1", "repeat", "A repeated step gives the same bits"),
+    ("V2", "replay", "A replay of a plan sends the same rows"),
+    ("V3", "zero-copy", "A zero-copy step equals one on copies"),
+    ("V4", "asynchronous", "An asynchronous step equals a synchronous one"),
+    ("V5", "without-weights", "Leaving out route weights changes nothing else"),
+    ("V6", "plan-kept", "Later calls leave a plan as it was"),
+    ("V7", "second-buffer", "A recreated Buffer, or a second one, gives the same bits"),
+    ("V8", "shared-slots", "Another layer on the same slots leaves no trace"),
+    ("V9", "tokens-permuted", "Tokens in another order have the same outputs"),
+    ("V10", "experts-renumbered", "Experts under other numbers give the same outputs"),
+    ("V11", "ranks-rotated", "Tokens on other ranks have the same outputs"),
+    ("V12", "half-batch", "Half of a batch, run alone, has the outputs that it has in the whole batch"),
+    ("V13", "other-tokens", "A token's output does not depend on the values of other tokens"),
+    ("V14", "linear-down", "The output is linear in the down projection of an expert"),
+    ("V15", "routes-split", "The outputs of the even and of the odd routes add up to the whole"),
+    ("V16", "zero-weight-route", "A route of weight zero contributes nothing, wherever it goes"),
+    ("V17", "expert-twice", "An expert that a token takes twice counts once, with the sum of both weights"),
+    ("V18", "slot-count", "The number of slots changes nothing"),
+    ("V19", "in-flight", "Batches in flight at the same time give what each gives alone"),
+    ("V20", "cuda-graph", "A CUDA graph gives what eager calls give, also after other work"),
+)
+for _id, _name, _promise in _RELATIONS:
+    register(Check(_id, _name, "layer", "relation", _promise, needs_gpu=_id == "V20", about_callers=_id == "I11"))
 
 
 def relation_results(step: Step, trace: Trace) -> list[Result]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moonep_validate.cases.case import Case, CaseError
-from moonep_validate.judge.verdict import MODEL_STAGES, STAGES
+from moonep_validate.judge.stages import STAGES, owned_by
 from moonep_validate.scenarios.registry import NEEDS_BUFFER
 from moonep_validate.scenarios.rig import Rig
 from moonep_validate.subjects import NOTHING, Subject
@@ -33,8 +33,6 @@ KNOWN = {
     "sglang": "moonep_validate.subjects.engines.sglang:Sglang",
 }
 _SHIM = Path(__file__).parents[1] / "shim"
-#: Stages that MoonEP itself owns; the others are the engine's.
-_MOONEP = ("plan", "dispatch", "prefetch", "combine", "reduce")
 #: What an Integration must have.
 _MEMBERS = ("name", "rounds", "supports", "environment", "start", "open", "make_layer", "probes", "close")
 _started: dict[str, Integration] = {}
@@ -155,8 +153,8 @@ def engine_subject(
 
 
 def _parts(moonep: Part, engine: Part) -> Mapping[str, Part]:
-    parts = {stage: moonep if stage in _MOONEP else engine for stage in STAGES}
-    return parts | dict.fromkeys(MODEL_STAGES, NOTHING)
+    parts = {stage.name: moonep if stage.owner == "moonep" else engine for stage in STAGES.values()}
+    return parts | dict.fromkeys(owned_by("model"), NOTHING)
 
 
 def _open(engine: str, rig: Rig, device: str) -> LayerSession:
