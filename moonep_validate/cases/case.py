@@ -23,13 +23,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from moonep_validate.errors import CaseError as CaseError
+
 MAX_TOP_K = 32
 MAX_RANKS = 128
 MAX_ROWS = 2**24 - 1
-
-
-class CaseError(ValueError):
-    """A case that cannot run: the message names the value, the limit and the fix."""
 
 
 @dataclass(frozen=True, order=True)

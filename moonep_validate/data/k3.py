@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from moonep_validate.cases.case import Case
-from moonep_validate.cases.hashing import below, hashed, normal, unit
 from moonep_validate.data.problem import Batch
+from moonep_validate.hashing import below, hashed, normal, unit
 
 #: Kimi-K3's numbers, but for the scaling factor: its 1.0 would hide a factor that is applied twice.
 SCALING_FACTOR = 2.5

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from moonep_validate.cases.case import Case, CaseError
-from moonep_validate.cases.hashing import below, hashed, normal, unit
 from moonep_validate.cases.layout import Layout
 from moonep_validate.data import routing
 from moonep_validate.formats import mxfp4
+from moonep_validate.hashing import below, hashed, normal, unit
 
 CPU = torch.device("cpu")
 PROJECTIONS = ("gate", "up", "down")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moonep_validate.cases.case import Case
-from moonep_validate.cases.hashing import below, hashed, normal, unit
+from moonep_validate.hashing import below, hashed, normal, unit
 
 _Generator = Callable[[Case, int], Tensor]  # [S, K] or only the real tokens, [token_count, K]
 _Promise = Callable[[Case, int, Tensor], bool]  # of [E], the routes of one rank's real tokens to each expert

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from moonep_validate.cases.case import Case
-from moonep_validate.cases.hashing import hashed
 from moonep_validate.data.problem import PROJECTIONS, Batch, batch, expert_weights, shifted
+from moonep_validate.hashing import hashed
 
 Places = list[list[int]]
 NOWHERE = -1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moonep_validate.cases.case import CaseError
+from moonep_validate.errors import CaseError
 
 
 class FormatError(CaseError):

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moonep_validate.cases.hashing import below, hashed
 from moonep_validate.formats import layouts, mxfp4
 from moonep_validate.formats.loaded import Loaded
+from moonep_validate.hashing import below, hashed
 
 #: Faulty parameters of clean ones and a seed; the clean ones stay as they are.
 Apply = Callable[[Loaded, int], Loaded]

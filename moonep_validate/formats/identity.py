@@ -13,9 +13,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from moonep_validate.cases.hashing import below, hashed
 from moonep_validate.formats import FormatError, mxfp4
 from moonep_validate.formats.kimi_k3 import ROLES, Geometry, Source
+from moonep_validate.hashing import below, hashed
 
 #: Field -> bits, from the lowest; Kimi-K3 needs 7, 10, 2, 12 and 7 of them.
 BITS = {"group": 9, "row": 14, "matrix": 2, "expert": 12, "layer": 8, "load": 5}

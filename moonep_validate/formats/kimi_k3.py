@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moonep_validate.cases.hashing import hashed, normal
 from moonep_validate.formats import FormatError
 from moonep_validate.formats.mxfp4 import BLOCK
+from moonep_validate.hashing import hashed, normal
 
 FORMAT = "mxfp4-pack-quantized"
 #: Checkpoint name of each matrix -> what it is.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moonep_validate.cases.hashing import below, hashed
+from moonep_validate.hashing import below, hashed
 
 OPS = ("dispatch", "prefetch", "experts", "combine")
 

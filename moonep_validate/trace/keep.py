@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moonep_validate.cases.case import CaseError
-from moonep_validate.cases.hashing import below, hashed
+from moonep_validate.hashing import below, hashed
 
 LEVELS = ("plan", "digest", "columns", "full")
 #: Columns that ``columns`` keeps, and rows of the experts that it samples, unless it says otherwise.

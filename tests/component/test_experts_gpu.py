@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moonep_validate.cases.case import Case
-from moonep_validate.cases.hashing import hashed, normal, unit
+from moonep_validate.hashing import hashed, normal, unit
 from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.oracle.dense import pieces
 from moonep_validate.judge.oracle.judge import judge_rows

@@ -25,11 +25,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moonep_validate.cases.hashing import hashed, normal, unit
 from moonep_validate.formats import identity, layouts, mxfp4
 from moonep_validate.formats.kimi_k3 import ROLES, Geometry, Source
 from moonep_validate.formats.layouts import Order
 from moonep_validate.formats.loaded import Loaded, Shard, due
+from moonep_validate.hashing import hashed, normal, unit
 from moonep_validate.judge.oracle.activation import SILU, SITU, Activation
 from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.oracle.bounds import SIGMAS

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from moonep_validate.cases.case import Case
-from moonep_validate.cases.hashing import below, hashed, normal, unit
 from moonep_validate.data.problem import PROJECTIONS, batch, expert_weights
 from moonep_validate.data.routing import topk_ids
+from moonep_validate.hashing import below, hashed, normal, unit
 from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.oracle.dense import dense_layer
 from moonep_validate.reference.experts import grouped_experts

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moonep_validate.cases.case import Case
-from moonep_validate.cases.hashing import hashed, normal
+from moonep_validate.hashing import hashed, normal
 from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.oracle.bounds import block_variance
 from moonep_validate.judge.oracle.dense import grouped_rows

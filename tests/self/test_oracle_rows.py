@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moonep_validate.cases.hashing import hashed, normal
+from moonep_validate.hashing import hashed, normal
 from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.oracle.dense import CHUNK, grouped_rows, pieces
 from moonep_validate.judge.oracle.judge import judge_rows, sigmas
