@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,84 +23,27 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from moonep_validate.cases.case import Case
+from moonep_validate.cases.case import Case, CaseError
+from moonep_validate.trace.head import MAX_AXIS, CallHead, Head
+from moonep_validate.trace.head import Part as Part
+from moonep_validate.trace.head import Relation as Relation
 from moonep_validate.trace.keep import Keep
+from moonep_validate.trace.schema import SchemaError, build, decoded, parsed, read_bytes, shown
 from moonep_validate.worlds.comm import Abandoned, PeerFailed
 
-FORMAT = 3
-_KEY = "moonep_validate"
+FORMAT = 4
+_KEY, _SEAL = "moonep_validate", "seal"
 _TEXTS = ("proves", "leaves_open", "not_run", "reproducer", "keep")
+#: Bytes of a trace file, and of its header (safetensors has the same limit).
+MAX_BYTES, MAX_HEADER = 2**36, 10**8
+#: Elements of all empty tensors, as if their empty axes were 1.
+MAX_EMPTY = 2**27
+_PLACE = re.compile(r"(\d{1,3})/(\d{1,5})/(\w{1,64})", re.ASCII)
 _FULL = Keep()
 
 
 class TraceError(ValueError):
     """A file that is no trace, is damaged, or comes from another format version."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """What stood behind one stage.
-
-    Attributes:
-        origin: ``real`` (the package under test), ``reference`` (ours) or ``stand-in`` (ours, in a real
-            package's place), ``none`` (no such stage runs).
-        package, version, revision, dirty, editable, url, file: what was imported, see provenance.py.
-        policy: ``upstream`` where the part promises upstream's exact plan and rounding, else ``legal``.
-        seams: where code was replaced; each lowers the level.
-        rounds: rounding points beyond those of the reference experts (oracle/arithmetic.py).
-    """
-
-    origin: str
-    package: str
-    version: str
-    revision: str | None = None
-    dirty: str | None = None
-    editable: bool = False
-    url: str | None = None
-    file: str = ""
-    policy: str = "legal"
-    seams: tuple[str, ...] = ()
-    rounds: tuple[str, ...] = ()
-
-    @property
-    def level(self) -> str:
-        """What a result of this part counts as; real code in which something was replaced is ``patched``."""
-        return "patched" if self.origin == "real" and self.seams else self.origin
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Part:
-        """Read ``asdict`` after a trip through JSON."""
-        return cls(**{**data, "seams": tuple(data["seams"]), "rounds": tuple(data["rounds"])})
-
-
-@dataclass(frozen=True)
-class Relation:
-    """A promise between steps: the named taps of ``step`` equal those of ``base``, moved or summed as it says.
-
-    It is data, so that judging needs neither the case's data nor its scenario.
-
-    Attributes:
-        id: which promise of docs/contract.md it is an instance of.
-        taps: ``op.tensor`` names; of row buffers only the rows inside groups count, the rest is undefined.
-        tokens: for taps of ``[R, S, ...]``: for each token of each rank of ``step`` the token ``rank * S + token``
-            of ``base`` that it must equal, or -1 where nothing is promised. None: each its own.
-        terms: steps and factors whose sum takes the place of ``base``, computed in float64. Without terms the
-            taps agree bit for bit; with them by value: +0 equals -0, and NaN equals nothing.
-    """
-
-    id: str
-    step: str
-    base: str
-    taps: tuple[str, ...]
-    tokens: tuple[tuple[int, ...], ...] | None = None
-    terms: tuple[tuple[str, int], ...] = ()
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Relation:
-        """Read ``asdict`` after a trip through JSON."""
-        tokens = data["tokens"] and tuple(map(tuple, data["tokens"]))
-        terms = tuple((step, factor) for step, factor in data["terms"])
-        return cls(**{**data, "taps": tuple(data["taps"]), "tokens": tokens, "terms": terms})
 
 
 @dataclass
@@ -259,6 +204,7 @@ class Trace:
         not_run: why the subject did not run the case, or empty.
         reproducer: the options beside ``--case`` that reproduce this trace, e.g. ``--fault slot-not-filled``.
         keep: the policy of the recorder, see keep.py.
+        seal: of the file that it came from or went to, or empty.
     """
 
     case: Case
@@ -274,6 +220,7 @@ class Trace:
     not_run: str = ""
     reproducer: str = ""
     keep: str = "full"
+    seal: str = ""
 
     def steps(self) -> list[str]:
         """Names of the steps in order of first appearance."""
@@ -310,10 +257,12 @@ class Trace:
             "errors": self.errors,
             "autopsy": self.autopsy,
             **{name: getattr(self, name) for name in _TEXTS},
-            "digest": _digest(tensors) if sealed else None,
         }
+        text = json.dumps(head)
+        self.seal = _seal(text, tensors) if sealed else ""
+        about = {_KEY: text, **({_SEAL: self.seal} if sealed else {})}
         # A tensor with NaN payloads or of zero size travels unchanged; an empty dict needs a placeholder.
-        return safetensors.torch.save(_unshared(tensors) or {"none": torch.zeros(0)}, {_KEY: json.dumps(head)})
+        return safetensors.torch.save(_unshared(tensors) or {"none": torch.zeros(0)}, about)
 
     def save(self, path: Path) -> None:
         """Write the trace to one file."""
@@ -327,9 +276,11 @@ class Trace:
             TraceError: if it is no trace, damaged, or of another format version.
         """
         try:
-            data = path.read_bytes()
+            data = read_bytes(path, MAX_BYTES)
         except OSError as error:
             raise TraceError(f"{path} cannot be read: {error.strerror}") from None
+        except SchemaError as error:
+            raise TraceError(f"{path} {error}") from None
         return cls.from_bytes(data, str(path))
 
     @classmethod
@@ -345,39 +296,94 @@ class Trace:
             TraceError: see ``load``.
         """
         try:
-            tensors = safetensors.torch.load(data)
-            size = int.from_bytes(data[:8], "little")
-            head = json.loads(json.loads(data[8 : 8 + size]).get("__metadata__", {}).get(_KEY, "null"))
-        except (SafetensorError, ValueError) as error:
+            text, seal = _texts(data)
+            head = parsed(text)
+        except SchemaError as error:
             raise TraceError(f"{name} is damaged or no trace: {error}") from None
-        if head is None:
+        if not isinstance(head, dict):
             raise TraceError(f"{name} is a safetensors file, but no trace of moonep-validate")
         if head.get("format") != FORMAT:
-            raise TraceError(
-                f"{name} has trace format {head.get('format')}, this version reads {FORMAT}: record anew"
-            )
-        tensors.pop("none", None)
-        if sealed and _digest(tensors) != head["digest"]:
-            raise TraceError(f"{name} is damaged: its tensors do not match their recorded digest")
-        return cls._from(head, tensors)
+            written = shown(head.get("format"))
+            raise TraceError(f"{name} has trace format {written}, this version reads {FORMAT}: record anew")
+        try:
+            tensors = _tensors(data)
+            if sealed and _seal(text, tensors) != seal:
+                raise SchemaError("its content does not match its recorded seal")
+            trace = cls._from(build(Head, head).checked(), tensors)
+            if sealed and len(trace.calls) != trace.case.R:
+                raise SchemaError(f"it has calls of {len(trace.calls)} ranks, its case has R={trace.case.R}")
+        except (SchemaError, CaseError) as error:
+            raise TraceError(f"{name} is damaged or no trace: {error}") from None
+        trace.seal = seal
+        return trace
 
     @classmethod
-    def _from(cls, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Trace:
-        calls = [[Call(**data) for data in rank] for rank in head["calls"]]
+    def _from(cls, head: Head, tensors: Mapping[str, Tensor]) -> Trace:
+        case = Case.parse(head.case)
+        Keep.parse(head.keep)
+        calls = [[_call(call) for call in rank] for rank in head.calls]
         for key, tensor in tensors.items():
-            rank, index, name = key.split("/")
-            calls[int(rank)][int(index)].tensors[name] = tensor
-        parts = {stage: Part.from_json(part) for stage, part in head["parts"].items()}
-        relations = [Relation.from_json(relation) for relation in head["relations"]]
+            place = _PLACE.fullmatch(key)
+            if not place or int(place[1]) >= len(calls) or int(place[2]) >= len(calls[int(place[1])]):
+                raise SchemaError(f"tensor {shown(key)} belongs to no call")
+            calls[int(place[1])][int(place[2])].tensors[place[3]] = tensor
         return cls(
-            Case.parse(head["case"]),
-            head["subject"],
+            case,
+            head.subject,
             calls,
-            parts,
-            relations,
-            **{name: head[name] for name in ("hung", "errors", *_TEXTS)},
-            autopsy=head.get("autopsy", {}),
+            head.parts,
+            head.relations,
+            [asdict(one) for one in head.hung],
+            head.errors,
+            head.autopsy,
+            **{name: getattr(head, name) for name in _TEXTS},
         )
+
+
+def _call(head: CallHead) -> Call:
+    error = asdict(head.error) if head.error else None
+    return Call(head.step, head.op, info=head.info, error=error, done=head.done)
+
+
+def _texts(data: bytes) -> tuple[str, str]:
+    """The trace's JSON and its seal, from the metadata of a safetensors file; empty where there are none.
+
+    Raises:
+        SchemaError: for what is no safetensors file.
+    """
+    size = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or size > min(MAX_HEADER, len(data) - 8):
+        raise SchemaError(f"its header would have {size} bytes, the file has {len(data)}")
+    head = parsed(decoded(data[8 : 8 + size]))
+    about = head.get("__metadata__") if isinstance(head, dict) else None
+    if not isinstance(about, dict) or not all(isinstance(value, str) for value in about.values()):
+        return "null", ""
+    return about.get(_KEY, "null"), about.get(_SEAL, "")
+
+
+def _tensors(data: bytes) -> dict[str, Tensor]:
+    """The tensors of a safetensors file.
+
+    Raises:
+        SchemaError: for damage, dtypes without bits to compare, and sizes that nobody records.
+    """
+    try:
+        tensors = safetensors.torch.load(data)
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
+        raise SchemaError(str(error).partition("\n")[0]) from None
+    tensors.pop("none", None)
+    empty = 0
+    for name, tensor in tensors.items():
+        if tensor.is_complex() or tensor.element_size() > 8:
+            raise SchemaError(f"tensor {shown(name)} has dtype {tensor.dtype}")
+        if max(tensor.shape, default=0) > MAX_AXIS:
+            raise SchemaError(
+                f"tensor {shown(name)} has shape {list(tensor.shape)}, the limit is {MAX_AXIS} an axis"
+            )
+        empty += 0 if tensor.numel() else math.prod(max(1, size) for size in tensor.shape)
+    if empty > MAX_EMPTY:
+        raise SchemaError(f"its empty tensors would have {empty} elements, the limit is {MAX_EMPTY}")
+    return tensors
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -399,6 +405,11 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         own[name] = tensor.clone() if address in seen else tensor
         seen.add(address)
     return own
+
+
+def _seal(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """A hash over the header as it was written and all tensors."""
+    return hashlib.sha256(f"{hashlib.sha256(text.encode()).hexdigest()} {_digest(tensors)}".encode()).hexdigest()
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:

@@ -46,12 +46,12 @@ def test_errors_relations_and_nan_payloads_travel(tmp_path: Path) -> None:
     ("damage", "message"),
     [
         (lambda data: data[: len(data) // 2], "damaged or no trace"),
-        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "do not match their recorded digest"),
+        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "does not match its recorded seal"),
         (lambda data: b"", "damaged or no trace"),
         (lambda data: b"not safetensors at all", "damaged or no trace"),
         (
-            lambda data: data.replace(b'\\"format\\": 3', b'\\"format\\": 9', 1),
-            "trace format 9, this version reads 3",
+            lambda data: data.replace(b'\\"format\\": 4', b'\\"format\\": 9', 1),
+            "trace format 9, this version reads 4",
         ),
         (lambda data: safetensors.torch.save({"x": torch.zeros(2)}), "no trace of moonep-validate"),
     ],
