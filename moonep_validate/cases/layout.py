@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moonep_validate.cases.case import Case, buffer_rows, check_geometry
+from moonep_validate.cases.case import Case
+from moonep_validate.cases.limits import buffer_rows, check_geometry
 
 Ints = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]

@@ -31,6 +31,8 @@ from moonep_validate.formats import mxfp4
 from moonep_validate.hashing import below, hashed, normal, unit
 
 CPU = torch.device("cpu")
+#: Weights that are made expert by expert: name -> (shape of one expert, expert -> tensor).
+EachExpert = Mapping[str, tuple[tuple[int, ...], Callable[[int], Tensor]]]
 PROJECTIONS = ("gate", "up", "down")
 _UNIT, _UNITS = 16, 256
 
@@ -267,8 +269,8 @@ def stored(case: Case, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return whole | {f"{name}_scale": scale for name, (_, scale) in packed.items()}
 
 
-def packed_weights(case: Case) -> dict[str, tuple[tuple[int, ...], Callable[[int], Tensor]]]:
-    """uint8 weights and scales of random bytes: name -> (shape of one expert, expert -> tensor).
+def packed_weights(case: Case) -> EachExpert:
+    """uint8 weights and scales of random bytes.
 
     Two 4-bit values a byte and one scale byte per 32 values, at sizes that hardware accepts: at least 128 bytes
     a row and 16384 scale bytes an expert.

@@ -13,6 +13,7 @@ from string import Template
 from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.cases.layout import Layout
 from moonep_validate.data.routing import topk_ids
+from moonep_validate.scenarios import SCENARIOS
 
 MAX_LINES = 100
 MAX_ROUTES = 4096
@@ -114,7 +115,7 @@ def _note(case: Case, hidden: int) -> str:
 
 def _scales(case: Case) -> str:
     """Factors of the rows: 1, or such that the order of a sum shows, as with the fills that are not exact."""
-    exact = case.fill.name == "ints" and case.scenario.name != "combine_only"
+    exact = case.fill.name == "ints" and not SCENARIOS[case.scenario.name].injects
     return "[1.0]" if exact else "[1.0, 2.0**30, -(2.0**30)]"
 
 

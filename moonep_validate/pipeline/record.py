@@ -12,8 +12,8 @@ from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.lost import calls_of_lost_rank
 from moonep_validate.pipeline.selection import buffer_key, too_few_gpus
 from moonep_validate.pipeline.target import subject_of
-from moonep_validate.scenarios.registry import NEEDS_GPU, SCENARIOS
-from moonep_validate.scenarios.rig import Rig
+from moonep_validate.scenarios import SCENARIOS
+from moonep_validate.sessions.rig import Rig
 from moonep_validate.trace.keep import Keep
 from moonep_validate.trace.trace import Recorder, Relation, Trace, described
 from moonep_validate.worlds import processes, threads
@@ -50,7 +50,7 @@ def record(job: Job, case: Case) -> Trace:
 
 
 def _needs_gpu(job: Job, case: Case) -> str | None:
-    missing = case.scenario.name in NEEDS_GPU and job.device != "cuda"
+    missing = "gpu" in SCENARIOS[case.scenario.name].needs and job.device != "cuda"
     return f"the scenario {case.scenario} needs GPUs; see --device cuda" if missing else None
 
 
@@ -60,7 +60,7 @@ def rank_main(job: Job, case: Case, comm: Comm, recorder: Recorder) -> list[Rela
     device = comm.device if job.engine is None else CPU
     rig = Rig(case, comm, recorder, seams, subject_of(job).open, device=device, experts=job.experts)
     try:
-        SCENARIOS[case.scenario.name](rig)
+        SCENARIOS[case.scenario.name].script(rig)
     finally:
         recorder.settle()
     return rig.relations

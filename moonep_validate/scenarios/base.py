@@ -2,44 +2,57 @@
 
 from __future__ import annotations
 
-from moonep_validate.data.problem import shifted
-from moonep_validate.scenarios.rig import Rig
+from typing import TYPE_CHECKING
 
+from moonep_validate.scenarios.registry import scenario
+
+if TYPE_CHECKING:
+    from moonep_validate.sessions.rig import Rig
+
+#: What a whole pass shows at both doors; of an engine there is nothing more to compare.
 LAYER_TAPS = ("dispatch.rows", "prefetch.slot_gate", "combine.hidden", "layer.out")
+_BOTH = ("moe", "k3")
+#: Large and finite: where NaN is filtered or absorbed on its way, a number still shows, and the other way round.
+OTHER_POISON = 2.0**40
 
 
+@scenario(models=_BOTH)
 def base(rig: Rig) -> None:
-    """One forward pass."""
+    """One forward pass, all undefined memory poisoned with NaN."""
     with rig.open() as session:
         session.forward("base", rig.batch())
 
 
+@scenario(models=_BOTH)
 def two_poisons(rig: Rig) -> None:
     """The same pass twice, undefined memory filled with NaN, then with a large number: same output."""
     with rig.open() as session:
         session.forward("base", rig.batch())
-        rig.poison_value = 2.0**40
+        rig.poison_value = OTHER_POISON
         session.forward("other_poison", rig.batch())
     rig.promise("I10", "other_poison", "base", "layer.out")
 
 
+@scenario(models=_BOTH)
 def marked_slots(rig: Rig) -> None:
     """The slots change sign between prefetch and experts; the rows computed from them must follow."""
     with rig.open() as session:
         session.forward("marked", rig.batch(), mark=True)
 
 
+@scenario(models=_BOTH)
 def layers(rig: Rig) -> None:
-    """Two layers of an engine in turn, with other tokens in between: they share slots and Buffers, not weights."""
+    """Two layers in turn, with other tokens in between: they share slots and Buffers, not weights."""
     batch = rig.batch()
     with rig.open() as session:
         session.forward("base", batch)
-        session.forward("other_layer", shifted(rig.case, rig.comm.rank), layer=1)
+        session.forward("other_layer", rig.data.shifted(), layer=1)
         session.forward("back", batch)
         rig.promise("V8", "back", "base", *LAYER_TAPS)
         session.forward("other_tokens", batch, layer=1)
 
 
+@scenario()
 def token_counts(rig: Rig) -> None:
     """Steps with other token counts on each rank, among them none, one, and one beside a power of two."""
     S, ranks = rig.case.S, rig.case.R

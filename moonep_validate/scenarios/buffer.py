@@ -7,23 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
+from moonep_validate.scenarios.base import OTHER_POISON
+from moonep_validate.scenarios.registry import scenario
 
-from moonep_validate.data.problem import (
-    PROJECTIONS,
-    Batch,
-    gradients,
-    injected_rows,
-    packed_weights,
-    random_bits,
-    shifted,
-)
-from moonep_validate.scenarios.rig import Dispatched, Rig
-from moonep_validate.scenarios.schedule import Launch, interleaving, launches
+if TYPE_CHECKING:
+    from torch import Tensor
 
+    from moonep_validate.data.problem import Batch, EachExpert
+    from moonep_validate.sessions.protocols import BufferDoor, Dispatched, MoonEPBuffer, WeightSlots
+    from moonep_validate.sessions.rig import Rig
+
+#: Three on two Buffers: always two that share slots and rows, and one beside them.
 _BATCHES = 3
+#: Not the byte of poisoned slots, so that a row written too far shows whoever wrote it.
 _GUARD = 0x5A
 _CAPTURED = ("dispatch.rows", "dispatch.row_weights", "combine.hidden", "combine.topk_weights")
 _FLOWN = ("dispatch.rows", "dispatch.dst", "prefetch.slot_gate", "combine.hidden")
@@ -31,10 +29,11 @@ _ROWS = ("dispatch.rows", "dispatch.row_weights", "dispatch.dst", "dispatch.cu_s
 _WHOLE = (*_ROWS, "prefetch.slot_gate", "combine.hidden", "combine.topk_weights", "layer.out")
 
 
+@scenario(needs=("buffer",))
 def variants(rig: Rig) -> None:
     """Repeat, asynchronous, zero-copy, replays, a plan after other work: each equals the base step."""
     batch = rig.batch()
-    with rig.open() as session:
+    with rig.open_buffer() as session:
         session.forward("base", batch)
         session.forward("repeat", batch)
         rig.promise("V1", "repeat", "base", *_WHOLE)
@@ -47,10 +46,10 @@ def variants(rig: Rig) -> None:
         _replays(rig, session)
 
 
-def _replays(rig: Rig, session: Any) -> None:
+def _replays(rig: Rig, session: BufferDoor) -> None:
     batch = rig.batch()
     first = session.dispatch("plan", batch)
-    session.dispatch("other", shifted(rig.case, rig.comm.rank))
+    session.dispatch("other", rig.data.shifted())
     session.dispatch("replay", batch, replay=first, route_weights=False)
     rig.promise("V2", "replay", "plan", "dispatch.rows")
     session.dispatch("replay_weights", batch, replay=first)
@@ -59,9 +58,10 @@ def _replays(rig: Rig, session: Any) -> None:
     rig.promise("V6", "replay_weights", "plan", *fields)
 
 
+@scenario(needs=("buffer",), injects=True)
 def combine_only(rig: Rig) -> None:
     """Combine of rows that the fill injects, twice on a copy and twice on a zero-copy view."""
-    with rig.open() as session:
+    with rig.open_buffer() as session:
         sent = session.dispatch("base", rig.batch())
         rows = _injected(rig, sent)
         session.combine("base", sent, rows)
@@ -74,41 +74,42 @@ def combine_only(rig: Rig) -> None:
         session.combine("view_again", view, view.rows, repeat=1, zero_copy=True)
 
 
-def _injected(rig: Rig, sent: Dispatched) -> torch.Tensor:
-    rows = injected_rows(rig.case, rig.comm.rank, len(sent.rows)).to(rig.comm.device)
+def _injected(rig: Rig, sent: Dispatched) -> Tensor:
+    rows = rig.data.injected_rows(len(sent.rows)).to(rig.comm.device)
     rig.poison_padding(rows, sent.end, sent.plan.zero_fill_ranges)
     return rows
 
 
+@scenario(needs=("buffer",))
 def dispatch_only(rig: Rig) -> None:
     """Dispatch of random bit patterns: NaN payloads, infinities and -0.0 must arrive as they are."""
-    with rig.open() as session:
-        session.dispatch("base", random_bits(rig.case, rig.comm.rank))
+    with rig.open_buffer() as session:
+        session.dispatch("base", rig.data.random_bits())
 
 
+@scenario(needs=("buffer",))
 def packed(rig: Rig) -> None:
     """Prefetch of uint8 weights with their scales."""
-    with rig.open() as session:
-        weights = packed_weights(rig.case)
-        slots = session.make_slots({name: shape for name, (shape, _) in weights.items()}, torch.uint8)
+    with rig.open_buffer() as session:
+        weights = rig.data.packed_weights()
+        slots = session.make_packed_slots(weights)
         _prefetch_packed(rig, session, "base", weights, slots)
 
 
-def _prefetch_packed(rig: Rig, session: Any, step: str, weights: Any, slots: Any) -> None:
-    experts = range(rig.case.E) if slots.needs_all_experts else range(rig.case.E)[slots.own]
-    slots.load({name: torch.stack([make(e) for e in experts]) for name, (_, make) in weights.items()})
+def _prefetch_packed(rig: Rig, session: BufferDoor, step: str, weights: EachExpert, slots: WeightSlots) -> None:
+    slots.load_each(weights)
     for name in slots.names:
         rig.poison(slots.slots(name))
     sent = session.dispatch(step, rig.batch())
     session.prefetch(step, sent.plan, slots)
 
 
+@scenario(needs=("buffer",))
 def pools(rig: Rig) -> None:
     """Packed weights as engines keep them: gaps behind slots, own experts first (A), and new tensors later."""
-    loads = [packed_weights(rig.case.but(seed=rig.case.seed + number)) for number in range(2)]
-    with rig.open() as session:
-        shapes = {name: shape for name, (shape, _) in loads[0].items()}
-        slots = session.make_slots(shapes, torch.uint8, gap=1, local_first=True)
+    loads = [rig.data.packed_weights(number) for number in range(2)]
+    with rig.open_buffer() as session:
+        slots = session.make_packed_slots(loads[0], gap=1, local_first=True)
         for step, weights in zip(("base", "replaced"), loads, strict=True):
             slots.renew()
             for name in slots.names:
@@ -116,11 +117,12 @@ def pools(rig: Rig) -> None:
             _prefetch_packed(rig, session, step, weights, slots)
 
 
+@scenario(needs=("buffer",), models=("moe", "k3"))
 def grouped(rig: Rig) -> None:
     """The experts alone: groups empty, of one row, at the padding and one beside it, all rows in one group."""
     pad = rig.case.pad
-    with rig.open() as session:
-        groups = session.layout.num_groups
+    with rig.open_buffer() as session:
+        groups = session.num_groups()
         shapes = {
             "one_row": [1] * groups,
             "every_other": [(group % 2) * (pad + 2) for group in range(groups)],
@@ -132,35 +134,37 @@ def grouped(rig: Rig) -> None:
         }
         for number, (step, lengths) in enumerate(shapes.items()):
             session.compute_alone(step, number, lengths)
-        rig.poison_value = 2.0**40
+        rig.poison_value = OTHER_POISON
         session.compute_alone("other_poison", number, lengths)
         rig.promise("I10", "other_poison", step, "experts.out")
 
 
+@scenario(needs=("buffer", "gradients"))
 def grads(rig: Rig) -> None:
     """Gradients of redundant experts come home: in order, once, and the slots are cleared."""
-    with rig.open() as session:
+    with rig.open_buffer() as session:
         sent = session.dispatch("base", rig.batch())
         store = session.make_gradients()
         for step in ("reduce", "reduce_ones"):
-            for name in PROJECTIONS:
-                local, slots = gradients(rig.case, rig.comm.rank, name, ones=step == "reduce_ones")
-                store.full[name].fill_(-7.0)
+            for name in store.full:
+                local, slots = rig.data.gradients(name, ones=step == "reduce_ones")
+                store.full[name].fill_(-7.0)  # of experts that are not mine: what no slot brings must stay
                 store.local(name).copy_(local)
                 store.slots(name).copy_(slots)
             session.dispatch(step, rig.batch(), replay=sent)  # all ranks' slots are written before any rank reads
             session.reduce(step, sent.plan, store)
 
 
+@scenario(needs=("buffer",))
 def life(rig: Rig) -> None:
     """Recreate, two Buffers alive, two layers on the same slots, destroy twice, use after destroy."""
     batch = rig.here(rig.batch())
-    with rig.open() as session:
+    with rig.open_buffer() as session:
         session.forward("base", batch)
         session.forward("other_layer", batch, layer=1)
         session.forward("back", batch)
         rig.promise("V8", "back", "base", *_WHOLE)
-        with rig.open() as second:
+        with rig.open_buffer() as second:
             second.forward("second", batch)
             rig.promise("V7", "second", "base", *_WHOLE)
             session.forward("beside", batch)
@@ -172,36 +176,39 @@ def life(rig: Rig) -> None:
         )
         session.forward("after", batch)
         rig.promise("V7", "after", "base", *_WHOLE)
-    with rig.open() as third:
+    with rig.open_buffer() as third:
         third.forward("recreated", batch)
         rig.promise("V7", "recreated", "base", *_WHOLE)
 
 
+@scenario(args={"SEED": int}, needs=("buffer",), overlaps=True)
 def nemesis(rig: Rig) -> None:
     """Several batches in flight on two Buffers, launched and delayed as the seed says: same bits as one by one."""
     seed = int(rig.case.scenario.args[0])
-    rank, travels = rig.comm.rank, launches(_BATCHES, 2, seed)
-    batches = [rig.batch(), shifted(rig.case, rank), shifted(rig.case, rank, 2)]
-    with rig.open() as first, rig.open() as second:
+    travels = rig.launches(_BATCHES, 2, seed)
+    batches = [rig.batch(), rig.data.shifted(), rig.data.shifted(2)]
+    with rig.open_buffer() as first, rig.open_buffer() as second:
         sessions = [(first, second)[launch.buffer] for launch in travels]
         for session in (first, second):
             session.load(0)
         for number, (session, batch) in enumerate(zip(sessions, batches, strict=True)):
-            _fly(rig, session, f"alone_{number}", batch, Launch(0, False, False))
+            for _ in _ops(rig, session, f"alone_{number}", batch, zero_copy=False, asynchronous=False):
+                pass
         rig.comm.disturb(seed)
-        order = rig.seams.around("schedule", interleaving)(travels, seed)
+        order = rig.launch_order(travels, seed)
         flying: dict[int, Iterator[None]] = {}
         for _, number in order:
             if number not in flying:
-                step = f"batch_{number}"
-                flying[number] = _ops(rig, sessions[number], step, batches[number], travels[number])
+                step, launch = f"batch_{number}", travels[number]
+                zero_copy, asynchronous = launch.zero_copy, launch.asynchronous
+                flying[number] = _ops(rig, sessions[number], step, batches[number], zero_copy, asynchronous)
                 rig.promise("V19", step, f"alone_{number}", *_FLOWN)
             next(flying[number])
             rig.comm.pause("launch")
         _one_after_the_other(rig, first)
 
 
-def _one_after_the_other(rig: Rig, session: Any) -> None:
+def _one_after_the_other(rig: Rig, session: BufferDoor) -> None:
     """Two combines with nothing in between: peers may still read the rows of the first when the second begins."""
     sent = session.dispatch("last", rig.batch())
     rows = _injected(rig, sent)
@@ -210,11 +217,12 @@ def _one_after_the_other(rig: Rig, session: Any) -> None:
     session.combine("last_again", sent, others)
 
 
+@scenario(needs=("buffer", "gpu"))
 def graph(rig: Rig) -> None:
     """CUDA graphs: a captured replay, with other tokens and after other work, gives what eager calls give."""
-    batch, elsewhere = rig.batch(), shifted(rig.case, rig.comm.rank)
+    batch, elsewhere = rig.batch(), rig.data.shifted()
     other = replace(elsewhere, topk_ids=batch.topk_ids)  # a graph has the routing of its plan
-    with rig.open() as session:
+    with rig.open_buffer() as session:
         session.load(0)
         sent = session.dispatch("eager", batch)
         _after_dispatch(rig, session, "eager", sent)
@@ -225,45 +233,42 @@ def graph(rig: Rig) -> None:
         session.forward("between", elsewhere)
         captured.launch("graph_other", other)
         rig.promise("V20", "graph_other", "eager_other", *_CAPTURED)
-        with rig.open() as second:
+        with rig.open_buffer() as second:
             second.forward("grown", batch)
             captured.launch("graph_again", batch)
             rig.promise("V20", "graph_again", "eager", *_CAPTURED)
         session.refuses("captured", "planning while a CUDA graph is captured", session.planning_in_capture(batch))
 
 
-def _after_dispatch(rig: Rig, session: Any, step: str, sent: Dispatched) -> None:
+def _after_dispatch(rig: Rig, session: BufferDoor, step: str, sent: Dispatched) -> None:
     rig.poison(sent.rows[sent.end :])
-    session.prefetch(step, sent.plan, session.weights)
+    session.prefetch(step, sent.plan)
     session.combine(step, sent, session.experts(step, sent))
 
 
-def _fly(rig: Rig, session: Any, step: str, batch: Batch, launch: Launch) -> None:
-    for _ in _ops(rig, session, step, batch, launch):
-        pass
-
-
-def _ops(rig: Rig, session: Any, step: str, batch: Batch, launch: Launch) -> Iterator[None]:
-    """The operations of one batch, one at a time (schedule.OPS)."""
-    flags = {"zero_copy": launch.zero_copy, "async_finish": launch.asynchronous}
-    sent = session.dispatch(step, batch, **flags)
+def _ops(
+    rig: Rig, session: BufferDoor, step: str, batch: Batch, zero_copy: bool, asynchronous: bool
+) -> Iterator[None]:
+    """The operations of one batch, one at a time (``schedule.OPS``)."""
+    sent = session.dispatch(step, batch, zero_copy=zero_copy, async_finish=asynchronous)
     rig.poison(sent.rows[sent.end :])
     yield
-    session.prefetch(step, sent.plan, session.weights, async_finish=launch.asynchronous)
+    session.prefetch(step, sent.plan, async_finish=asynchronous)
     yield
-    out = session.experts(step, sent, in_place=launch.zero_copy)
+    out = session.experts(step, sent, in_place=zero_copy)
     yield
-    session.combine(step, sent, out, **flags)
+    session.combine(step, sent, out, zero_copy=zero_copy, async_finish=asynchronous)
     yield
 
 
+@scenario(needs=("buffer",))
 def refusals(rig: Rig) -> None:
     """Bad input that every build must refuse with an exception; every rank makes the same call."""
     t = rig.here(rig.batch())
-    with rig.open() as session:
+    with rig.open_buffer() as session:
         sent = session.dispatch("base", t)
         short, wide = sent.rows[:-1], t.hidden.float()
-        calls: dict[str, Callable[[Any], object]] = {
+        calls: dict[str, Callable[[MoonEPBuffer], object]] = {
             "hidden of float32": lambda b: b.dispatch(wide, t.topk_weights, t.topk_ids),
             "hidden of too few rows": lambda b: b.dispatch(t.hidden[:-1], t.topk_weights, t.topk_ids),
             "route weights of bf16": lambda b: b.dispatch(t.hidden, t.topk_weights.bfloat16(), t.topk_ids),
@@ -282,18 +287,19 @@ def refusals(rig: Rig) -> None:
         rig.promise("V1", "after", "base", *_ROWS)
 
 
+@scenario(needs=("buffer", "destructive"))
 def destructive(rig: Rig) -> None:
     """Bad input that upstream does not check: it may trap, hang or end the process; ours refuses."""
     t = rig.here(rig.batch())
     ids, experts = t.topk_ids, rig.case.E
     counts = ids.flatten().bincount(minlength=experts).int()
-    calls: dict[str, Callable[[Any], object]] = {
-        "expert id -1": lambda b: b.dispatch(t.hidden, t.topk_weights, torch.full_like(ids, -1)),
-        "expert id E": lambda b: b.dispatch(t.hidden, t.topk_weights, torch.full_like(ids, experts)),
+    calls: dict[str, Callable[[MoonEPBuffer], object]] = {
+        "expert id -1": lambda b: b.dispatch(t.hidden, t.topk_weights, ids.new_full(ids.shape, -1)),
+        "expert id E": lambda b: b.dispatch(t.hidden, t.topk_weights, ids.new_full(ids.shape, experts)),
         "wrong tokens_per_expert": lambda b: b.dispatch(t.hidden, t.topk_weights, ids, counts + 1),
     }
     if rig.case.S != rig.case.K:  # else the shape is legal
         calls["transposed expert ids"] = lambda b: b.dispatch(t.hidden, t.topk_weights, ids.T.contiguous())
-    with rig.open() as session:
+    with rig.open_buffer() as session:
         for what, call in calls.items():
             session.refuses("destructive", what, call)

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from moonep_validate.data.problem import odd_ids, shifted
+from typing import TYPE_CHECKING
+
 from moonep_validate.scenarios.base import LAYER_TAPS
-from moonep_validate.scenarios.rig import Rig
+from moonep_validate.scenarios.registry import scenario
+
+if TYPE_CHECKING:
+    from moonep_validate.sessions.rig import Rig
 
 
+@scenario(needs=("engine",))
 def invalid_ids(rig: Rig) -> None:
-    """Invalid and repeated expert ids, as engines hand them on for skipped routes."""
+    """Expert ids -1, as engines hand them on for skipped routes, and repeated ones."""
     with rig.open() as session:
-        session.forward("base", odd_ids(rig.case, rig.comm.rank))
+        session.forward("base", rig.data.odd_ids())
 
 
+@scenario(needs=("engine",))
 def abort(rig: Rig) -> None:
     """An exception between prepare and finalize on every rank; the step after it must be healthy."""
-    with rig.open() as session:
+    with rig.open_engine() as session:
         session.forward("base", rig.batch())
-        session.abort("broken", shifted(rig.case, rig.comm.rank))
+        session.abort("broken", rig.data.shifted())
         session.forward("after", rig.batch())
         rig.promise("I11", "after", "base", *LAYER_TAPS)
 
 
+@scenario(needs=("engine",))
 def reload(rig: Rig) -> None:
     """Other weights are loaded into a living layer; the engine follows, or refuses and keeps what it had."""
-    with rig.open() as session:
+    with rig.open_engine() as session:
         session.forward("base", rig.batch())
         if session.reload(1):
             session.forward("reloaded", rig.batch(), weights=1)
@@ -33,8 +40,9 @@ def reload(rig: Rig) -> None:
             rig.promise("I11", "kept", "base", *LAYER_TAPS)
 
 
+@scenario(needs=("engine",))
 def answers(rig: Rig) -> None:
-    """Configurations and inputs that an engine must refuse, and some that it must not."""
-    with rig.open() as session:
+    """Configurations and inputs that an engine must refuse, and some that it must accept."""
+    with rig.open_engine() as session:
         session.probe()
-        session.forward("after", rig.batch())
+        session.forward("after", rig.batch())  # what was refused must leave nothing behind

@@ -26,6 +26,7 @@ from moonep_validate.judge.verdict import Result, Verdict
 from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.run import run_case
 from moonep_validate.pipeline.target import subject_of
+from moonep_validate.scenarios import SCENARIOS
 from moonep_validate.studies.shrink import shrink
 
 T = TypeVar("T")
@@ -142,7 +143,7 @@ def case_list(job: Job, most: int | None = MOST_CASES) -> list[Case]:
 def _cost(case: Case) -> tuple[bool, int]:
     """Cases with batches in flight come last: they find many faults, but late, where the damage shows."""
     work = case.R * case.S * case.K * case.H + case.E * case.I * case.H
-    return case.scenario.name == "nemesis", work
+    return SCENARIOS[case.scenario.name].overlaps, work
 
 
 def try_fault(job: Job, fault: str, cases: Sequence[Case], shrink_seconds: float = 0.0) -> Outcome:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from random import Random
 
-from moonep_validate.cases.case import VOCABULARY, Case, CaseError, Spec
+from moonep_validate.cases.case import Case, CaseError, Spec
+from moonep_validate.cases.vocabulary import VOCABULARY
 from moonep_validate.judge.checks import CHECKS
 from moonep_validate.judge.verdict import Verdict
 from moonep_validate.pipeline.job import Job

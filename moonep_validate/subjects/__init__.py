@@ -9,8 +9,9 @@ from moonep_validate import __version__
 from moonep_validate.cases.case import Case
 from moonep_validate.judge.stages import STAGES, owned_by
 from moonep_validate.reference import moonep_a, moonep_b
-from moonep_validate.scenarios.registry import NEEDS_ENGINE
-from moonep_validate.scenarios.rig import Rig, Session
+from moonep_validate.scenarios import SCENARIOS
+from moonep_validate.sessions.protocols import BufferDoor, LayerDoor
+from moonep_validate.sessions.rig import Rig
 from moonep_validate.subjects import experts
 from moonep_validate.subjects.buffer.api import detect_generation, import_module
 from moonep_validate.subjects.buffer.composed import ComposedSession
@@ -35,7 +36,7 @@ class Subject:
     name: str
     world: str
     supports: Callable[[Case], str | None]
-    open: Callable[[Rig], Session]
+    open: Callable[[Rig], LayerDoor]
     parts: Mapping[str, Part]
     generations: tuple[str, ...]
     proves: str
@@ -58,12 +59,12 @@ _REFERENCE = Part("reference", "moonep_validate.reference", __version__, policy=
 
 
 def _needs_engine(case: Case) -> str | None:
-    if case.scenario.name in NEEDS_ENGINE:
+    if "engine" in SCENARIOS[case.scenario.name].needs:
         return f"the scenario {case.scenario} judges an engine around the Buffer; see --subject"
     return None
 
 
-def _open_reference(rig: Rig) -> ComposedSession:
+def _open_reference(rig: Rig) -> BufferDoor:
     buffer = _RelaxedA if rig.case.generation == "A" else _RelaxedB
     session = RoutedSession if rig.case.model.name == "k3" else ComposedSession
     return session(rig, buffer, rig.seams.of_comm(rig.comm))
@@ -101,13 +102,13 @@ def module_subject(
             return f"{name} has API generation {generation}"
         if not case.portable and not relaxed:
             return "not portable to hardware (H, I multiples of 128; R even or E/R % 4 == 0); see --relaxed"
-        if case.scenario.name == "destructive" and not destructive:
+        if "destructive" in SCENARIOS[case.scenario.name].needs and not destructive:
             return "it may trap, hang or end the process; see --destructive"
         if case.model.name != "moe":
             return f"model {case.model} runs on the embedded reference; leave --moonep-module out"
         return _needs_engine(case)
 
-    def open_module(rig: Rig) -> ComposedSession:
+    def open_module(rig: Rig) -> BufferDoor:
         buffer = import_module(name).Buffer
         detect_generation(buffer, generation)
         return ComposedSession(rig, buffer, None)

@@ -23,7 +23,7 @@ _OF_PEERS = ("CollectiveError", "PeerFailed", "Deadlock", "DistBackendError", "D
 #: What gloo and NCCL say where a peer is gone.
 _PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 #: Frames of ours that say nothing of where a rank is.
-_WRAPPERS = re.compile(r"moonep_validate/(pipeline|scenarios|trace|worlds/flight\.py)")
+_WRAPPERS = re.compile(r"moonep_validate/(pipeline|scenarios|sessions|trace|worlds/flight\.py)")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+),? in (\S+)')
 
 

@@ -35,7 +35,7 @@ from moonep_validate.judge.oracle.plan import Plan, mark_duplicates, rank_quotas
 from moonep_validate.judge.stages import STAGES
 from moonep_validate.reference import moonep_b
 from moonep_validate.reference.transport import MoonEPCommPlan
-from moonep_validate.scenarios.rig import Rig
+from moonep_validate.sessions.rig import Rig
 from moonep_validate.subjects import Subject
 from moonep_validate.subjects.buffer.composed import ComposedSession
 from moonep_validate.trace.trace import Part

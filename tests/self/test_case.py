@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonep_validate.cases.case import VOCABULARY, Case, CaseError, Spec
+from moonep_validate.cases.case import Case, CaseError, Spec
+from moonep_validate.cases.vocabulary import VOCABULARY
 
 SMALL = "genB+R4+E8+K2+S9"
 
@@ -119,7 +120,7 @@ def test_vocabulary_has_exactly_what_is_implemented() -> None:
     from moonep_validate.data.problem import _HIDDEN
     from moonep_validate.data.routing import _GENERATORS
     from moonep_validate.judge.witnesses import WITNESSES
-    from moonep_validate.scenarios.registry import SCENARIOS
+    from moonep_validate.scenarios import SCENARIOS
 
     implemented: dict[str, Iterable[str]] = {
         "routing": _GENERATORS,

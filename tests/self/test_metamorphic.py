@@ -174,7 +174,7 @@ def test_every_other_token_changes_and_no_route_does() -> None:
         ("genB+R2+E4+K2+S4+slot_counts", "slot_counts needs genA: generation B has E/R slots always"),
         ("genB+R2+E4+K2+S1+metamorphic", "metamorphic needs S >= 2"),
         ("genB+R2+E4+K1+S4+linear", "linear needs K >= 2"),
-        ("genB+R2+E4+K2+S4+fill:real+k3+independent", "independent needs the model moe, not k3"),
+        ("genB+R2+E4+K2+S4+fill:real+k3+independent", "scenario independent: model k3 runs base"),
     ],
 )
 def test_what_cannot_be_promised_is_refused(line: str, message: str) -> None:

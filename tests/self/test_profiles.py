@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from moonep_validate.cases.case import VOCABULARY, Case, CaseError
+from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.cases.profiles import PROFILES, for_generations, profile
+from moonep_validate.cases.vocabulary import VOCABULARY
 from moonep_validate.faults import parse_fault
 from moonep_validate.judge.checks import CHECKS
 from moonep_validate.judge.witnesses import WITNESSES
 from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.record import record
 from moonep_validate.pipeline.run import run_case
-from moonep_validate.scenarios.registry import SCENARIOS
-from moonep_validate.scenarios.rig import Rig
+from moonep_validate.scenarios import SCENARIOS
+from moonep_validate.sessions.rig import Rig
 from moonep_validate.studies.mutate import case_list
 from moonep_validate.trace.trace import Part
 
@@ -123,7 +126,7 @@ def test_an_error_of_the_suite_is_no_finding_about_the_subject(monkeypatch: pyte
     def broken(rig: Rig) -> None:
         raise KeyError("in the scenario")
 
-    monkeypatch.setitem(SCENARIOS, "base", broken)
+    monkeypatch.setitem(SCENARIOS, "base", replace(SCENARIOS["base"], script=broken))
     _, verdict = run_case(Job(), profile("smoke")[0])
     assert verdict.status == "error"
     assert verdict.first is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -21,6 +21,8 @@ CASE = Case.parse("genA+R3+E6+K2+S3")
 @dataclass(frozen=True)
 class Plan:
     experts_to_copy: Tensor
+    zero_fill_ranges: Tensor = field(default_factory=lambda: torch.zeros(0, 2))
+    dst: Tensor = field(default_factory=lambda: torch.zeros(0))
 
 
 class Alone:

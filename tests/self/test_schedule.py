@@ -10,7 +10,7 @@ import torch
 from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.pipeline.job import make_job
 from moonep_validate.pipeline.run import run_case
-from moonep_validate.scenarios.schedule import OPS, Launch, interleaving, launches
+from moonep_validate.sessions.schedule import OPS, Launch, interleaving, launches
 from moonep_validate.studies.races import cases, races
 from moonep_validate.worlds import threads
 from moonep_validate.worlds.comm import Comm, barrier

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from moonep_validate.cases.case import VOCABULARY, Case, CaseError, Spec
+from moonep_validate.cases.case import Case, CaseError, Spec
+from moonep_validate.cases.vocabulary import VOCABULARY
 from moonep_validate.faults import parse_fault
 from moonep_validate.judge.verdict import Result, Verdict
 from moonep_validate.pipeline.job import Job

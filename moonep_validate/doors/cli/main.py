@@ -15,8 +15,9 @@ import typer
 from rich.console import Console
 
 from moonep_validate import __version__
-from moonep_validate.cases.case import VOCABULARY, Case, CaseError, Spec
+from moonep_validate.cases.case import Case, CaseError, Spec
 from moonep_validate.cases.profiles import PROFILES, default_profile, for_generations, profile
+from moonep_validate.cases.vocabulary import VOCABULARY
 from moonep_validate.doors.cli import formats as commands_formats
 from moonep_validate.doors.cli import mutate as commands_mutate
 from moonep_validate.doors.cli import worlds as commands_worlds

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
+from copy import copy
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.cases.layout import Layout
-from moonep_validate.data.problem import PROJECTIONS
+from moonep_validate.data.problem import PROJECTIONS, EachExpert
+from moonep_validate.sessions.protocols import BufferPlan
 from moonep_validate.worlds.comm import Comm
 
 
@@ -139,6 +140,11 @@ class Slots:
             else:
                 target.copy_(tensor)
 
+    def load_each(self, weights: EachExpert) -> None:
+        """Put weights in place that are made expert by expert."""
+        experts = range(self.case.E) if self.needs_all_experts else range(self.case.E)[self.own]
+        self.load({name: torch.stack([make(e) for e in experts]) for name, (_, make) in weights.items()})
+
     def renew(self) -> None:
         """Take new tensors for what prefetch reads, as after a second load; slots that peers map stay."""
         for name, local in self._local.items():
@@ -157,13 +163,16 @@ class Slots:
         """Of rows in an order of their own: all experts in it, ``[E, ...]``."""
         return self._store[name][: self.case.E] if self._rows else None
 
-    def plan(self, plan: Any) -> Any:
+    def plan(self, plan: BufferPlan) -> BufferPlan:
         """The plan that prefetch is given: with row numbers in place of expert ids where the two differ."""
         if not self._rows:
             return plan
         copies = plan.experts_to_copy
         rows = self._rows("prefetch").flatten().to(device=copies.device, dtype=copies.dtype)
-        return replace(plan, experts_to_copy=torch.where(copies >= 0, rows[copies.clamp(min=0).long()], copies))
+        changed = copy(plan)  # what else a build keeps in its plan goes along
+        numbers = torch.where(copies >= 0, rows[copies.clamp(min=0).long()], copies)
+        object.__setattr__(changed, "experts_to_copy", numbers)  # plans of some builds are frozen
+        return changed
 
     def local(self, name: str) -> Tensor:
         """The rank's own experts, ``[E/R, ...]``."""

@@ -7,13 +7,13 @@ recorded after it as the calls of a step, so that the checks of every stage judg
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moonep_validate.data.problem import Batch
-from moonep_validate.scenarios.rig import Dispatched
+from moonep_validate.sessions.protocols import Dispatched, MoonEPBuffer
 
 if TYPE_CHECKING:
     from moonep_validate.subjects.buffer.composed import ComposedSession
@@ -85,10 +85,10 @@ class Captured:
             call.unchanged(rows=results["out"])
 
 
-def in_capture(batch: Batch) -> Callable[[Any], object]:
+def in_capture(batch: Batch) -> Callable[[MoonEPBuffer], object]:
     """A call of dispatch that plans while a graph is captured."""
 
-    def call(buffer: Any) -> object:
+    def call(buffer: MoonEPBuffer) -> object:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             return buffer.dispatch(batch.hidden, batch.topk_weights, batch.topk_ids)
 

@@ -17,6 +17,7 @@ from moonep_validate.cases.layout import Layout, local_first_rows
 from moonep_validate.data.problem import (
     PROJECTIONS,
     Batch,
+    EachExpert,
     compute_rows,
     projection_shapes,
     stored,
@@ -26,7 +27,15 @@ from moonep_validate.data.problem import (
 from moonep_validate.formats.loaded import refuse_nan
 from moonep_validate.reference.experts import swiglu
 from moonep_validate.reference.routed import situ
-from moonep_validate.scenarios.rig import Dispatched, Rig
+from moonep_validate.sessions.protocols import (
+    BufferPlan,
+    Dispatched,
+    GradientSlots,
+    GroupedRows,
+    MoonEPBuffer,
+    WeightSlots,
+)
+from moonep_validate.sessions.rig import Rig
 from moonep_validate.subjects import experts
 from moonep_validate.subjects.buffer.api import Gradients, Slots, make_buffer
 from moonep_validate.subjects.buffer.captured import Captured, in_capture
@@ -69,7 +78,8 @@ class ComposedSession:
         self.rig, self.case, self.rank = rig, case, rig.comm.rank
         self.layout = Layout.of(case)
         construct = rig.seams.around("buffer.construct", make_buffer)
-        self.buffer = construct(buffer, case, group)
+        # Typed as what scripts may call; each build has more (a view, leases), which is asked for with getattr.
+        self.buffer: MoonEPBuffer = construct(buffer, case, group)
         self._call = {
             name: rig.seams.around(f"buffer.{name}", getattr(self.buffer, name))
             for name in ("dispatch", "prefetch_weight", "combine", "reduce_grad", "destroy")
@@ -100,6 +110,16 @@ class ComposedSession:
         due = torch.from_numpy(local_first_rows(self.case, self.rank))
         rows = partial(self._weight_rows, due) if local_first else None
         return Slots(self.case, self.rig.comm, shapes, dict.fromkeys(shapes, dtype), gap, rows)
+
+    def make_packed_slots(self, weights: EachExpert, gap: int = 0, local_first: bool = False) -> Slots:
+        """Allocate uint8 weights with slots; collective."""
+        return self.make_slots(
+            {name: shape for name, (shape, _) in weights.items()}, torch.uint8, gap, local_first
+        )
+
+    def num_groups(self) -> int:
+        """Length of ``cu_seqlens``."""
+        return self.layout.num_groups
 
     def make_gradients(self) -> Gradients:
         """Allocate gradients with slots; collective."""
@@ -147,7 +167,7 @@ class ComposedSession:
             call.put(hidden=batch.hidden, topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
             sent = self.dispatch(step, batch, replay=None, route_weights=True, **flags)
             self.rig.poison(sent.rows[sent.end :])
-            self.prefetch(step, sent.plan, self.weights, async_finish=flags.get("async_finish", False))
+            self.prefetch(step, sent.plan, async_finish=flags.get("async_finish", False))
             if mark:
                 negate(self.weights.slots("down"))
             out = self.experts(step, sent, in_place=flags.get("zero_copy", False))
@@ -169,7 +189,7 @@ class ComposedSession:
         *,
         replay: Dispatched | None = None,
         route_weights: bool = True,
-        **flags: Any,
+        **flags: bool,
     ) -> Dispatched:
         """Dispatch a batch, or replay an earlier plan with it.
 
@@ -218,8 +238,11 @@ class ComposedSession:
         turn = leases.turns["rows"] if leases and flags.get("zero_copy") else None
         return Dispatched(rows, row_weights, cu_seqlens, plan, turn)
 
-    def prefetch(self, step: str, plan: Any, weights: Slots, async_finish: bool = False) -> None:
-        """Fill the slots that a plan uses."""
+    def prefetch(
+        self, step: str, plan: BufferPlan, weights: WeightSlots | None = None, async_finish: bool = False
+    ) -> None:
+        """Fill the slots that a plan uses; by default those of the layer's own weights."""
+        weights = self.weights if weights is None else weights
         with self.rig.recorder.call(step, "prefetch") as call:
             call.put(experts_to_copy=plan.experts_to_copy)
             call.put(**{f"local_{name}": weights.local(name) for name in weights.names})
@@ -252,7 +275,7 @@ class ComposedSession:
         self.rig.poison_padding(out, sent.end, sent.plan.zero_fill_ranges)
         return sent.rows.copy_(out) if in_place else out
 
-    def _compute(self, call: Call, sent: Dispatched) -> Tensor:
+    def _compute(self, call: Call, sent: GroupedRows) -> Tensor:
         """Run the experts, and keep what the checks of the stage judge."""
         weights = {f"weight_{name}": self.weights.groups(name) for name in self.weights.names}
         inputs = {"rows": sent.rows, "row_weights": sent.row_weights, "cu_seqlens": sent.cu_seqlens, **weights}
@@ -290,7 +313,7 @@ class ComposedSession:
         rows, row_weights, cu_seqlens = (t.to(self.rig.comm.device) for t in (rows, row_weights, ends.int()))
         with self.rig.recorder.call(step, "experts") as call:
             call.put(valid=valid)
-            return self._compute(call, Dispatched(rows, row_weights, cu_seqlens, None))
+            return self._compute(call, GroupedRows(rows, row_weights, cu_seqlens))
 
     def fill_slots(self) -> None:
         """Put the experts after this rank's own into its slots, without a prefetch."""
@@ -350,7 +373,7 @@ class ComposedSession:
         result: Tensor = out[0]
         return result
 
-    def plan_tensors(self, plan: Any) -> dict[str, Tensor]:
+    def plan_tensors(self, plan: BufferPlan) -> dict[str, Tensor]:
         """The tensors of a plan, by field."""
         return {name: getattr(plan, name) for name in PLAN_FIELDS}
 
@@ -359,11 +382,11 @@ class ComposedSession:
         with self.rig.recorder.call(step, "capture"):
             return Captured(self, sent)
 
-    def planning_in_capture(self, batch: Batch) -> Callable[[Any], object]:
+    def planning_in_capture(self, batch: Batch) -> Callable[[MoonEPBuffer], object]:
         """A call that plans while a CUDA graph is captured."""
         return in_capture(self.rig.here(batch))
 
-    def reduce(self, step: str, plan: Any, grads: Gradients) -> None:
+    def reduce(self, step: str, plan: BufferPlan, grads: GradientSlots) -> None:
         """Bring the slots' gradients home."""
         with self.rig.recorder.call(step, "reduce") as call:
             call.put(experts_to_copy=plan.experts_to_copy)
@@ -375,7 +398,7 @@ class ComposedSession:
                 call.put(**{f"after_local_{name}": grads.local(name), f"after_slot_{name}": grads.slots(name)})
                 call.put(**{f"after_full_{name}": grads.full[name]})
 
-    def refuses(self, step: str, what: str, call: Callable[[Any], object]) -> None:
+    def refuses(self, step: str, what: str, call: Callable[[MoonEPBuffer], object]) -> None:
         """Record how the Buffer answers a call that it must refuse; every rank makes the same bad call."""
         with self.rig.recorder.call(f"{step}: {what}", "refusal", what=what) as record:
             try:
@@ -386,11 +409,11 @@ class ComposedSession:
                 record.info.update(raised=type(error).__name__, message=str(error)[:300])
 
     def close(self) -> None:
-        """See ``Session.close``."""
+        """See ``LayerDoor.close``."""
         self._call["destroy"]()
 
 
-def _put_sample(call: Call, sent: Dispatched, weights: Mapping[str, Tensor], out: Tensor) -> None:
+def _put_sample(call: Call, sent: GroupedRows, weights: Mapping[str, Tensor], out: Tensor) -> None:
     """Keep some rows whole, in and out, with the weights of their groups; P1 judges these."""
     sample = sampled_rows(sent.end)
     if "valid" in call.tensors:  # most rows of groups that are computed alone may be padding

@@ -10,7 +10,7 @@ from torch import Tensor
 from moonep_validate.data.k3 import ModelWeights, model_hidden, model_weights
 from moonep_validate.data.problem import Batch
 from moonep_validate.reference import routed
-from moonep_validate.scenarios.rig import Rig
+from moonep_validate.sessions.rig import Rig
 from moonep_validate.subjects.buffer.composed import ComposedSession
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from moonep_validate.cases.case import Case
 from moonep_validate.data.problem import PROJECTIONS, Batch
-from moonep_validate.scenarios.rig import Rig
+from moonep_validate.sessions.rig import Rig
 from moonep_validate.subjects.engines import tap as taps
 from moonep_validate.subjects.engines.integration import Integration, MoELayer
 from moonep_validate.trace.trace import Call
@@ -44,8 +43,6 @@ class LayerSession:
         integration: the engine, started.
         device: where its tensors live.
     """
-
-    buffer = None
 
     def __init__(self, rig: Rig, integration: Integration, device: str) -> None:
         self.rig, self.case, self.integration, self.device = rig, rig.case, integration, device
@@ -87,7 +84,7 @@ class LayerSession:
         layer: int = 0,
         mark: bool = False,
         weights: int | None = None,
-        **flags: Any,
+        **flags: bool,
     ) -> Tensor:
         """One pass of this rank's real tokens; the engine pads them as it likes.
 

@@ -17,8 +17,9 @@ from typing import Any
 
 from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.judge.stages import STAGES, owned_by
-from moonep_validate.scenarios.registry import NEEDS_BUFFER
-from moonep_validate.scenarios.rig import Rig
+from moonep_validate.scenarios import SCENARIOS
+from moonep_validate.sessions.protocols import EngineDoor
+from moonep_validate.sessions.rig import Rig
 from moonep_validate.subjects import NOTHING, Subject
 from moonep_validate.subjects.engines import tap
 from moonep_validate.subjects.engines.integration import Integration, Started
@@ -132,7 +133,7 @@ def engine_subject(
             return not_run
         if case.generation != "A":
             return f"gen{case.generation}: taps on an engine know MoonEP's generation A; use genA"
-        if case.scenario.name in NEEDS_BUFFER:
+        if "buffer" in SCENARIOS[case.scenario.name].needs:
             return f"the scenario {case.scenario} calls a Buffer by itself; an engine has no such door"
         if case.model.name != "moe":
             return f"model {case.model} runs on the embedded reference; leave --subject out"
@@ -157,5 +158,5 @@ def _parts(moonep: Part, engine: Part) -> Mapping[str, Part]:
     return parts | dict.fromkeys(owned_by("model"), NOTHING)
 
 
-def _open(engine: str, rig: Rig, device: str) -> LayerSession:
+def _open(engine: str, rig: Rig, device: str) -> EngineDoor:
     return LayerSession(rig, _started[engine], device)

@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from moonep_validate.data.problem import PROJECTIONS, Batch
-from moonep_validate.scenarios.rig import Dispatched, Rig
+from moonep_validate.sessions.protocols import Dispatched
+from moonep_validate.sessions.rig import Rig
 from moonep_validate.subjects.buffer.composed import PLAN_FIELDS
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,49 +18,16 @@ from moonep_validate.data.problem import CPU, Batch, batch, expert_weights
 from moonep_validate.data.transforms import Weights, transformed_weights
 from moonep_validate.faults import Seams
 from moonep_validate.reference.moves import rows_of
+from moonep_validate.sessions.inputs import Inputs
+from moonep_validate.sessions.protocols import BufferDoor, EngineDoor, LayerDoor
+from moonep_validate.sessions.schedule import Launch, interleaving, launches
 from moonep_validate.trace.trace import Recorder, Relation
 from moonep_validate.worlds.comm import Comm
 
 NAN = float("nan")
-_BYTE_POISON = 0xA5
-_NAN_SCALE = 0xFF
-_FIRST_OF_OTHERS = 16
-
-
-@dataclass(frozen=True)
-class Dispatched:
-    """What a dispatch gave one rank.
-
-    Attributes:
-        rows: ``[NvS, H]``.
-        row_weights: ``[NvS]``, or None.
-        cu_seqlens: ``[G]``; of a replay, that of the dispatch which made the plan.
-        plan: the subject's plan object.
-        turn: of rows that are a view: the write that they are promised, where the Buffer stamps leases.
-    """
-
-    rows: Tensor
-    row_weights: Tensor | None
-    cu_seqlens: Tensor
-    plan: Any
-    turn: int | None = None
-
-    @property
-    def end(self) -> int:
-        """First row after the last group."""
-        return int(self.cu_seqlens[-1])
-
-
-class Session(Protocol):
-    """One live subject on one rank; ``buffer`` and the single stages only where the subject has them."""
-
-    buffer: Any
-
-    def forward(self, step: str, batch: Batch, layer: int = 0, mark: bool = False, **flags: Any) -> Tensor:
-        """Run dispatch, prefetch, experts and combine as one recorded step; returns ``[S, H]``."""
-
-    def close(self) -> None:
-        """Collective."""
+_BYTE_POISON = 0xA5  # a usual pair of E2M1 codes: bytes have no value that says "never written"
+_NAN_SCALE = 0xFF  # E8M0's only NaN: a scale that is read although nobody wrote it turns a whole block into NaN
+_FIRST_OF_OTHERS = 16  # no scenario has as many layers of its own
 
 
 @dataclass
@@ -81,16 +47,23 @@ class Rig:
     comm: Comm
     recorder: Recorder
     seams: Seams
-    open_session: Callable[[Rig], Any]
+    open_session: Callable[[Rig], LayerDoor]
     poison_value: float = NAN
     relations: list[Relation] = field(default_factory=list)
     layers: dict[int, Weights] = field(default_factory=dict)
     device: torch.device = CPU
     experts: str = "reference"
 
+    @property
+    def data(self) -> Inputs:
+        """Other tensors of the case than its batch."""
+        return Inputs(self.case, self.comm.rank)
+
     @contextmanager
-    def open(self, **changes: Any) -> Iterator[Any]:
+    def open(self, **changes: int | None) -> Iterator[LayerDoor]:
         """A session that is closed at the end, unless its rank has failed by then.
+
+        A rank that failed leaves its session open: closing is collective, and its peers may not come.
 
         Args:
             changes: fields of the case in which this session differs; only ``slots`` is known to the judge.
@@ -100,6 +73,39 @@ class Rig:
         yield session
         with self.recorder.call("close", "close"):
             session.close()
+
+    @contextmanager
+    def open_buffer(self) -> Iterator[BufferDoor]:
+        """As ``open``, with the single stages of a Buffer.
+
+        Raises:
+            TypeError: if the subject has no such door; its ``supports`` should have said so.
+        """
+        with self.open() as session:
+            if not isinstance(session, BufferDoor):
+                raise TypeError(_no_door(self.case, session, "Buffer"))
+            yield session
+
+    @contextmanager
+    def open_engine(self) -> Iterator[EngineDoor]:
+        """As ``open``, with what an engine can do around a Buffer.
+
+        Raises:
+            TypeError: if the subject has no such door; its ``supports`` should have said so.
+        """
+        with self.open() as session:
+            if not isinstance(session, EngineDoor):
+                raise TypeError(_no_door(self.case, session, "engine"))
+            yield session
+
+    def launches(self, count: int, buffers: int, seed: int) -> list[Launch]:
+        """How each batch in flight is launched, see ``schedule.launches``."""
+        return launches(count, buffers, seed)
+
+    def launch_order(self, batches: Sequence[Launch], seed: int) -> list[tuple[str, int]]:
+        """In which order, see ``schedule.interleaving``; behind a seam, so that a fault can break a rule of it."""
+        order: list[tuple[str, int]] = self.seams.around("schedule", interleaving)(batches, seed)
+        return order
 
     def batch(self, tokens: int | None = None) -> Batch:
         """This rank's tokens; as many as the case says, unless ``tokens`` says otherwise."""
@@ -156,3 +162,10 @@ class Rig:
         """
         places = None if tokens is None else tuple(map(tuple, tokens))
         self.relations.append(Relation(id, step, base, taps, places, tuple((terms or {}).items())))
+
+
+def _no_door(case: Case, session: LayerDoor, door: str) -> str:
+    return (
+        f"the scenario {case.scenario} needs the {door} door, and a {type(session).__name__} has none; "
+        "declare it in needs= of the scenario, so that the case is not run on this subject"
+    )
