@@ -140,7 +140,7 @@ class Parity:
         verdict = judge(trace)
         summary = Summary(len(self.cases), [*self.verdicts, verdict])
         if self.folder:
-            self.folder.write_trace(trace)
+            self.folder.note(trace, verdict)
             self.folder.write_report(summary, trace.subject)
         terminal.show_problem(console, verdict)
         left = len(self.cases) - len(summary.verdicts)

@@ -42,11 +42,16 @@ def record(job: Job, case: Case) -> Trace:
     """
     trace, subject = open_trace(job, case), subject_of(job)
     trace.calls = [[] for _ in range(case.R)]
-    if reason := subject.supports(case) or _needs_gpu(job, case) or too_few_gpus(job, case.R):
+    if reason := refused(job, case):
         trace.not_run = reason
     else:
         RECORDERS[job.world or subject.world](job, case, trace)
     return trace
+
+
+def refused(job: Job, case: Case) -> str | None:
+    """Why a job does not run a case here, or None."""
+    return subject_of(job).supports(case) or _needs_gpu(job, case) or too_few_gpus(job, case.R)
 
 
 def _needs_gpu(job: Job, case: Case) -> str | None:

@@ -141,7 +141,7 @@ def test_damaged_trace_folder_is_a_usage_error(cli: Cli, tmp_path: Path) -> None
     path.unlink()
     code, _, err = cli("check", str(tmp_path))
     assert code == 4
-    assert "holds no trace" in err
+    assert "cannot be read: No such file" in err
 
 
 def test_unwritable_output_folder_is_a_usage_error(cli: Cli, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from moonep_validate.doors.report.summary import Summary
     from moonep_validate.judge.verdict import Verdict
     from moonep_validate.pipeline.job import Job
+    from moonep_validate.trace.manifest import Keeps
     from moonep_validate.trace.trace import Trace
 
 USAGE = 4
@@ -106,12 +107,14 @@ def run(
     one_of("--keep", keep, ("failed", "all", "none"))
     here = commands_worlds.joined(context.info_name, job, cases, lambda: _folder(out) if out else None)
     job, cases, folder = here.job, here.cases, here.folder
+    if folder:
+        folder.plan(cases, cast("Keeps", keep))
     from moonep_validate.pipeline.run import run_case
 
     def record_and_judge(one: Case) -> tuple[Trace, Verdict]:
         trace, verdict = run_case(job, one)
-        if folder and (keep == "all" or (keep == "failed" and not verdict.ok)):
-            folder.write_trace(trace)
+        if folder:
+            folder.note(trace, verdict)
         return trace, verdict
 
     title = f"profile {profile_name}" if not case else f"{len(cases)} case{'s' * (len(cases) > 1)}"
@@ -122,17 +125,25 @@ def run(
 
 @app.command()
 def check(folder: Annotated[Path, typer.Argument(help="A folder that `run --out` wrote.")]) -> None:
-    """Judge recorded traces again, without running anything."""
+    """Judge recorded traces again: are they what their cases make, and what do they say?"""
     from moonep_validate.doors.report.files import load_traces
-    from moonep_validate.pipeline.judge import judge
+    from moonep_validate.doors.report.recorded import judge_recorded, show_folder
 
-    traces = {str(trace.case): trace for trace in load_traces(folder)}
-
-    def judge_recorded(one: Case) -> tuple[Trace, Verdict]:
-        return traces[str(one)], judge(traces[str(one)])
-
+    manifest, traces = load_traces(folder)
+    entries = {entry.case: entry for entry in manifest.entries}
     cases = [trace.case for trace in traces.values()]
-    _finish(_judge_all(cases, judge_recorded, None, f"recorded traces of {folder}", None, 0.0))
+    show_folder(console, manifest, traces.values())
+    summary = _judge_all(
+        cases,
+        lambda one: judge_recorded(traces[str(one)], entries[str(one)]),
+        None,
+        f"recorded traces of {folder}",
+        None,
+        0.0,
+    )
+    if any(entry.status is None for entry in manifest.entries):
+        raise typer.Exit(INTERRUPTED)
+    _finish(summary)
 
 
 @app.command()

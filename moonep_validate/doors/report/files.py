@@ -1,15 +1,18 @@
-"""What is kept? ``report.json`` after every case, and one trace file per case that is asked for."""
+"""What is kept? report.json and manifest.json after every case, and a trace of each case that asks for one."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from moonep_validate import __version__
 from moonep_validate.cases.case import Case
 from moonep_validate.doors.report.summary import Summary
 from moonep_validate.judge.checks import CHECKS
+from moonep_validate.judge.verdict import Verdict
+from moonep_validate.trace.manifest import NAME, Entry, Keeps, Manifest, calls_digest, due
 from moonep_validate.trace.trace import Trace, TraceError
 
 SCHEMA = 1
@@ -25,7 +28,7 @@ class OutputFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.manifest = path, Manifest.of((), "none")
         self.traces = path / _TRACES
         self.traces.mkdir(parents=True, exist_ok=True)
         for old in self.traces.glob(f"*{_SUFFIX}"):
@@ -49,24 +52,44 @@ class OutputFolder:
         part.write_text(json.dumps(data, indent=1) + "\n")
         part.replace(self.path / "report.json")
 
-    def write_trace(self, trace: Trace) -> None:
-        """Keep one trace; its name is the case."""
-        trace.save(self.traces / f"{_file_name(trace.case)}{_SUFFIX}")
+    def plan(self, cases: Sequence[Case], keep: Keeps) -> None:
+        """Note what is to run, before anything does; see manifest.py."""
+        self.manifest = Manifest.of([str(case) for case in cases], keep)
+        self.manifest.write(self.path)
+
+    def note(self, trace: Trace, verdict: Verdict) -> None:
+        """Note a verdict, and keep the trace if the policy says so; its name is the case."""
+        file = None
+        if due(self.manifest.keep, verdict.status):
+            file = f"{_file_name(trace.case)}{_SUFFIX}"
+            trace.save(self.traces / file)
+        self.manifest = self.manifest.judged(trace, verdict.status, file)
+        self.manifest.write(self.path)
 
 
-def load_traces(folder: Path) -> list[Trace]:
-    """All traces of a folder, in order of name.
+def load_traces(folder: Path) -> tuple[Manifest, dict[str, Trace]]:
+    """The manifest of a folder, and its traces by case, each as the manifest lists it.
 
     Raises:
-        TraceError: if the folder has none, or one is damaged.
+        TraceError: if the folder has none, one is damaged, gone or changed, or one is there that is not listed.
     """
     if not folder.is_dir():
         raise TraceError(f"{folder} is not a folder; give the folder that `run --out` wrote")
-    inside = folder / _TRACES
-    paths = sorted((inside if inside.is_dir() else folder).glob(f"*{_SUFFIX}"))
-    if not paths:
+    manifest, inside = Manifest.read(folder), folder / _TRACES
+    listed = {entry.file: entry for entry in manifest.entries if entry.file is not None}
+    if extra := sorted(path.name for path in inside.glob("*") if path.name not in listed):
+        raise TraceError(f"{inside / extra[0]} is not in {folder / NAME}: no run of this folder wrote it")
+    if not listed:
         raise TraceError(f"{folder} holds no trace (*{_SUFFIX}); record with `run --out {folder} --keep all`")
-    return [Trace.load(path) for path in paths]
+    return manifest, {entry.case: _listed(inside / name, entry) for name, entry in listed.items()}
+
+
+def _listed(path: Path, entry: Entry) -> Trace:
+    """The trace of an entry, which is what was recorded."""
+    trace = Trace.load(path)
+    if str(trace.case) != entry.case or calls_digest(trace) != entry.calls or trace.seal != entry.seal:
+        raise TraceError(f"{path} is not the trace that {NAME} lists for {entry.case}: it was replaced or changed")
+    return trace
 
 
 def _file_name(case: Case) -> str:
