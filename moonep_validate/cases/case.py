@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from moonep_validate.cases.grammar import REQUIRED, SPECS, Spec, normalised, printed, read_token
+from moonep_validate.cases.grammar import REQUIRED, SPECS, Spec, normalised, printed, read_token, renewed
 from moonep_validate.cases.limits import check_case, check_geometry
 from moonep_validate.errors import CaseError
 
@@ -108,13 +108,13 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """Read a case line.
+        """Read a case line; words that it had in an earlier version are understood, see ``renewed``.
 
         Raises:
             CaseError: for a typo (the nearest word is suggested), a repeated or missing part, a bad value.
         """
         values: dict[str, Any] = {}
-        for token in text.strip().split("+"):
+        for token in renewed(text).strip().split("+"):
             name, value = read_token(token)
             if name == "witnesses":
                 values[name] = (*values.get(name, ()), value)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from moonep_validate.cases.vocabulary import VOCABULARY
@@ -16,6 +18,8 @@ from moonep_validate.errors import CaseError
 
 NUMBERS = ("R", "E", "K", "S", "H", "I", "slots", "pad", "seed")
 REQUIRED = ("generation", "R", "E", "K", "S")
+#: Words of before 0.1.0 and what they are now; they leave with 0.2.0.
+OLD_WORDS = {"nemesis": "in_flight", "answers": "configurations"}
 SPECS = ("routing", "fill", "model", "format", "scenario")
 
 
@@ -36,6 +40,22 @@ class Spec:
         if not name or (colon and not args):
             raise CaseError(f"{text!r} is not a name or name:arg,arg")
         return cls(name, tuple(args.split(",")) if colon else ())
+
+
+def renewed(text: str) -> str:
+    """A case line, or a pattern of case lines, in the words of today; stderr is told once of each old word."""
+    for old, new in OLD_WORDS.items():
+        text, found = re.subn(rf"(?<!\w){old}(?!\w)", new, text)
+        if found:
+            _note(old, new)
+    return text
+
+
+@cache
+def _note(old: str, new: str) -> None:
+    sys.stderr.write(
+        f"moonep-validate: the case word {old!r} is now {new!r}; the old one goes with version 0.2.0\n"
+    )
 
 
 def read_token(token: str) -> tuple[str, Any]:

@@ -79,10 +79,10 @@ genA+R4+E8+K2+S4+slots1+pad4+table:0,4,0,4,0,4,0,4,0,4,1,4,1,6,1,6,1,6,1,6,2,6,3
 genA+R4+E16+K4+S17+slots1+overflow+@remote_read
 genA+R4+E16+K4+S17+slots1+pad8+fill:real+chain+@remote_read
 genA+R4+E16+K4+S17+slots2+overflow+variants+@remote_read
-genB+R4+E8+K2+S9+hot:5+nemesis:0+@slot_used
-genA+R4+E8+K2+S9+hot:5+nemesis:1+@slot_used
-genB+R3+E12+K4+S7+zipf:1.0+nemesis:4+@slot_used
-genA+R2+E6+K4+S7+hot:1+fill:real+nemesis:3+@slot_used
+genB+R4+E8+K2+S9+hot:5+in_flight:0+@slot_used
+genA+R4+E8+K2+S9+hot:5+in_flight:1+@slot_used
+genB+R3+E12+K4+S7+zipf:1.0+in_flight:4+@slot_used
+genA+R2+E6+K4+S7+hot:1+fill:real+in_flight:3+@slot_used
 genB+R4+E16+K4+S9+hot:6+metamorphic+@slot_used
 genA+R4+E12+K3+S7+slots2+tokens:7,0,5,1+zipf:1.0+metamorphic+@empty_rank
 genB+R4+E16+K4+S9+fill:real+zipf:1.0+independent+@duplicate
@@ -132,7 +132,7 @@ genA+R2+E8+K3+S16+pad128+hot:5+invalid_ids+@duplicate
 genA+R2+E8+K3+S16+pad128+fill:real+invalid_ids
 genA+R2+E8+K2+S16+pad128+hot:5+abort+@slot_used
 genA+R2+E8+K2+S16+pad128+hot:5+reload+@slot_used
-genA+R2+E8+K2+S16+pad128+answers
+genA+R2+E8+K2+S16+pad128+configurations
 genA+R2+E8+K2+S16+pad128+hot:5+metamorphic+@slot_used
 genA+R2+E8+K2+S16+pad128+fill:real+hot:5+independent+@slot_used
 genA+R2+E8+K2+S16+pad128+hot:5+linear+@slot_used
@@ -162,7 +162,8 @@ _MULTIGPU_ONCE = """
 hot:5+variants+@slot_used zipf:1.0+variants fill:real+hot:3+variants hot:5+life+@slot_used fill:ulp+combine_only
 fill:cancel+combine_only zipf:1.0+dispatch_only+@odd_bits hot:5+packed+@slot_used zipf:2.0+two_poisons+@padding
 hot:6+marked_slots+@slot_used hot:6+metamorphic+@slot_used fill:real+zipf:1.0+independent hot:6+linear+@slot_used
-hot:5+nemesis:0+@slot_used fill:real+hot:1+nemesis:1+@slot_used hot:3+nemesis:2+@slot_used hot:5+graph+@slot_used
+hot:5+in_flight:0+@slot_used fill:real+hot:1+in_flight:1+@slot_used hot:3+in_flight:2+@slot_used
+hot:5+graph+@slot_used
 """
 
 

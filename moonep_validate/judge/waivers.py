@@ -20,6 +20,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from moonep_validate.cases.case import CaseError
+from moonep_validate.cases.grammar import renewed
 from moonep_validate.judge.checks import CHECKS
 from moonep_validate.judge.verdict import Result, Verdict
 from moonep_validate.trace.trace import Part
@@ -108,6 +109,7 @@ def _waiver(entry: dict[str, Any], where: str) -> Waiver:
         versions = SpecifierSet(entry.get("versions", ""))
     except InvalidSpecifier as error:
         raise CaseError(f"{where}: {error}") from None
+    entry = {**entry, "case": renewed(entry.get("case", "*"))}
     return Waiver(**{**entry, "checks": tuple(entry["checks"]), "versions": versions})
 
 

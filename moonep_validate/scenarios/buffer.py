@@ -182,7 +182,7 @@ def life(rig: Rig) -> None:
 
 
 @scenario(args={"SEED": int}, needs=("buffer",), overlaps=True)
-def nemesis(rig: Rig) -> None:
+def in_flight(rig: Rig) -> None:
     """Several batches in flight on two Buffers, launched and delayed as the seed says: same bits as one by one."""
     seed = int(rig.case.scenario.args[0])
     travels = rig.launches(_BATCHES, 2, seed)

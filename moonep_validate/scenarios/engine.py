@@ -41,7 +41,7 @@ def reload(rig: Rig) -> None:
 
 
 @scenario(needs=("engine",))
-def answers(rig: Rig) -> None:
+def configurations(rig: Rig) -> None:
     """Configurations and inputs that an engine must refuse, and some that it must accept."""
     with rig.open_engine() as session:
         session.probe()

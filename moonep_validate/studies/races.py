@@ -1,4 +1,4 @@
-"""Do ranks stay right when they run at odds? Seeds of the scenario nemesis, as many as fit in a time.
+"""Do ranks stay right when they run at odds? Seeds of the scenario in_flight, as many as fit in a time.
 
 Each seed launches three batches on two Buffers in another legal order, with other delays (schedule.py, and
 ``disturb`` of the worlds). On right code none may fail; with a fault of order, the number of seeds until the first
@@ -60,7 +60,7 @@ def cases(seed: int, ranks: int | None = None) -> Iterator[Case]:
     if not chosen:
         raise CaseError(f"--ranks {ranks}: races has R = {', '.join(map(str, sorted({c.R for c in lines})))}")
     for number in count(seed):
-        yield Case.parse(f"{chosen[number % len(chosen)]}+nemesis:{number}")
+        yield Case.parse(f"{chosen[number % len(chosen)]}+in_flight:{number}")
 
 
 def races(

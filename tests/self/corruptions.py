@@ -28,7 +28,7 @@ REFUSALS = Case.parse(f"genB+{SIZES}+refusals")
 EQUAL_LOADS = Case.parse(f"genB+{SIZES}+balanced")
 K3 = Case.parse(f"genB+{SIZES}+zipf:1.0+fill:real+k3")
 FEW_SLOTS = Case.parse("genA+R4+E16+K4+S17+H24+I20+slots1+overflow")
-NEMESIS = Case.parse("genB+R3+E6+K4+S7+H24+I8+nemesis:4")
+IN_FLIGHT = Case.parse("genB+R3+E6+K4+S7+H24+I8+in_flight:4")
 
 
 def call(trace: Trace, op: str, rank: int = 1, step: str = "base") -> Call:
@@ -384,14 +384,14 @@ CORRUPTIONS = [
         "combine",
         "lease sums of rank 2, writer 2, when ended, before the read: expected 4, got 5",
         stamp("combine", "before", "batch_0"),
-        NEMESIS,
+        IN_FLIGHT,
     ),
     Corruption(
         "V19",
         "combine",
         "combine.hidden of step 'batch_1' against 'alone_1'",
         flip_sign("combine", "hidden", "batch_1"),
-        NEMESIS,
+        IN_FLIGHT,
     ),
     Corruption("V20", "combine", "combine.hidden of step 'repeat'", captured_launch_differs, VARIANTS),
     Corruption("I3", "prepare", "tokens_per_expert at rank 1, expert 1", one_route_not_counted),

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moonep_validate.cases import grammar
 from moonep_validate.cases.case import Case, CaseError, Spec
 from moonep_validate.cases.vocabulary import VOCABULARY
 
@@ -130,3 +131,17 @@ def test_vocabulary_has_exactly_what_is_implemented() -> None:
     }
     for field, names in implemented.items():
         assert {name for name, word in VOCABULARY.items() if word.field == field} == set(names)
+
+
+@pytest.mark.parametrize(("old", "new"), [("nemesis:3", "in_flight:3"), ("answers", "configurations")])
+def test_an_old_word_is_understood_and_said_once(old: str, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    grammar._note.cache_clear()
+    assert [str(Case.parse(f"{SMALL}+hot:5+{old}")) for _ in range(2)] == [f"{SMALL}+hot:5+{new}"] * 2
+    word, said = old.split(":")[0], capsys.readouterr().err
+    assert said == (
+        f"moonep-validate: the case word {word!r} is now {new.split(':')[0]!r}; the old one goes with version 0.2.0\n"
+    )
+    assert grammar.renewed(f"*+{old}*") == f"*+{new}*"
+    assert Case.parse(f"{SMALL}+hot:5+{new}") == Case.parse(f"{SMALL}+hot:5+{old}")
+    with pytest.raises(CaseError, match=f"unknown part '{word}s'"):
+        Case.parse(f"{SMALL}+{word}s")

@@ -93,7 +93,7 @@ HONEST = {
     "fill:real+invalid_ids": "I2 I3 M1",
     "hot:5+abort+@slot_used": "I11 I15 Z1",
     "hot:5+reload+@slot_used": "I8 W1 M1",
-    "answers": "Z1 M1",
+    "configurations": "Z1 M1",
     "hot:5+metamorphic+@slot_used": "V9 V10 V11 V12 I8 M1",
     "tokens:5,11+metamorphic": "V9 V10 V11 V12",
     "fill:real+hot:5+independent+@slot_used": "V13",
@@ -149,7 +149,14 @@ def test_what_an_engine_cannot_run_is_not_run_with_its_reason(line: str, reason:
 
 
 def test_order_of_cases_changes_nothing_and_no_buffer_is_left() -> None:
-    lines = ["hot:5+abort", "tokens:5,11", "hot:3+layers", "answers", "hot:5+reload", "fill:real+token_counts"]
+    lines = [
+        "hot:5+abort",
+        "tokens:5,11",
+        "hot:3+layers",
+        "configurations",
+        "hot:5+reload",
+        "fill:real+token_counts",
+    ]
 
     def run(order: list[str]) -> dict[str, Trace]:
         job, traces = job_of(), {}
@@ -302,8 +309,8 @@ FOUND_BY = {
     "WeightsKeptAfterError": ("abort", "failed", "prepare", "I2", "dispatched route weight bits at rank 0"),
     "BuffersLeft": ("hot:5", "failed", "life", "I15", "Buffers never destroyed at rank 0: expected 0, got 1"),
     "WithoutMoonEP": ("hot:5", "vacuous", "", "", "rank 1 made no dispatch in step 'base': MoonEP was not used"),
-    "AcceptsFloat32": ("answers", "failed", "life", "Z1", "hidden states of float32 at rank 0: expected an exception"),
-    "RefusesEmptySteps": ("answers", "failed", "life", "Z1", "no token on any rank at rank 0: expected nothing raised, got ValueError: no tokens"),
+    "AcceptsFloat32": ("configurations", "failed", "life", "Z1", "hidden states of float32 at rank 0: expected an exception"),
+    "RefusesEmptySteps": ("configurations", "failed", "life", "Z1", "no token on any rank at rank 0: expected nothing raised, got ValueError: no tokens"),
     "RaisesOnEveryRank": ("hot:5", "failed", "layer", "F1", "at rank 0: expected return, got ValueError: out of memory (faulty_engine.py"),
     # The last three cost their pool.
     "RaisesOnOneRank": ("hot:5", "failed", "layer", "F1", "at rank 1: expected return, got ValueError: out of memory"),

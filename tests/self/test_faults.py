@@ -31,7 +31,7 @@ INDEPENDENT = "R4+E12+K3+S7+H24+I20+pad5+hot:1+fill:real+independent"
 LINEAR = "R4+E12+K3+S7+H24+I20+pad5+hot:1+linear"
 MXFP4 = "R4+E12+K3+S7+H32+I64+pad5+hot:1+mxfp4"
 MXFP4_REAL = "R4+E12+K3+S7+H64+I96+pad5+hot:1+fill:real+mxfp4"
-NEMESIS = "R3+E6+K4+S7+H24+I8+nemesis:"
+IN_FLIGHT = "R3+E6+K4+S7+H24+I8+in_flight:"
 K3 = "R4+E12+K3+S7+H24+I20+pad5+zipf:1.0+fill:real+k3"
 
 #: fault -> (status, check that finds it first, case on which it does)
@@ -117,8 +117,8 @@ KILLED_BY = {
     "no-dispatch-exit-fence": ("failed", "H1", PLAIN),
     "no-prefetch-exit-fence": ("failed", "W1", PLAIN),
     "no-combine-prologue-fence": ("failed", "H3", PLAIN),
-    "slots-reused-early": ("failed", "H2", NEMESIS + "0"),
-    "view-used-after-dispatch": ("failed", "H2", NEMESIS + "1"),
+    "slots-reused-early": ("failed", "H2", IN_FLIGHT + "0"),
+    "view-used-after-dispatch": ("failed", "H2", IN_FLIGHT + "1"),
     "rank-raises": ("failed", "F1", PLAIN),
     "rank-never-returns": ("hung", "F1", PLAIN),
     "rank-skips-combine": ("hung", "F1", PLAIN),

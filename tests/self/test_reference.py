@@ -349,6 +349,6 @@ def test_without_mapped_memory_rows_travel_as_messages(unmapped: None, generatio
 
 
 def test_without_stamps_the_order_of_reads_is_unknown_and_no_pass(unmapped: None) -> None:
-    _, verdict = run_case(Job(), Case.parse("genB+R2+E6+K4+S7+H24+I8+hot:1+nemesis:1"))
+    _, verdict = run_case(Job(), Case.parse("genB+R2+E6+K4+S7+H24+I8+hot:1+in_flight:1"))
     assert verdict.status == "unknown"
     assert not verdict.ok

@@ -157,8 +157,8 @@ def test_races_says_which_numbers_of_ranks_there_are() -> None:
 
 
 def test_a_seed_is_a_number() -> None:
-    with pytest.raises(CaseError, match="nemesis"):
-        Case.parse("genB+R2+E4+K2+S4+nemesis:x")
+    with pytest.raises(CaseError, match="in_flight"):
+        Case.parse("genB+R2+E4+K2+S4+in_flight:x")
 
 
 def test_races_says_at_once_that_there_is_no_gpu(cli: Callable[..., tuple[int, str, str]]) -> None:
