@@ -186,11 +186,6 @@ def profile(name: str) -> list[Case]:
     return [Case.parse(line) for line in PROFILES[name].split()]
 
 
-def default_profile(subject: str) -> str:
-    """Which profile a subject gets where none is named."""
-    return "default" if subject == "reference" else "engine"
-
-
 def for_generations(cases: Sequence[Case], generations: Sequence[str]) -> list[Case]:
     """The cases in every generation of a subject that they make sense in; only A has a slot count.
 

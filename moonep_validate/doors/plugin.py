@@ -10,16 +10,22 @@ Fixtures:
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import pytest
 
 from moonep_validate import __version__
 from moonep_validate.cases.case import Case, CaseError
-from moonep_validate.cases.profiles import PROFILES, default_profile, for_generations, profile
+from moonep_validate.cases.profiles import for_generations, profile
 from moonep_validate.doors import plugin_worlds
+from moonep_validate.pipeline.kinds import kind_of, refuse
+from moonep_validate.pipeline.options import DECLARED, Options, read
+from moonep_validate.pipeline.options import spelled_in_pytest as spelled
 
 if TYPE_CHECKING:
     from moonep_validate.judge.verdict import Verdict
@@ -27,6 +33,8 @@ if TYPE_CHECKING:
 
 _LEVEL = "moonep_level"
 _COMMAND = "moonep_command"
+_NUMBERS: dict[Any, type] = {float: float, int | None: int}
+_OPTIONS = pytest.StashKey[Options]()
 _CASES = pytest.StashKey[list[Case]]()
 _JOB: pytest.StashKey[Job] = pytest.StashKey()
 
@@ -34,50 +42,57 @@ _JOB: pytest.StashKey[Job] = pytest.StashKey()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the suite, all with the prefix ``--moonep``."""
     group = parser.getgroup("moonep-validate", "MoonEP validation")
-    add = group.addoption
-    add("--moonep-profile", help=f"case list: {', '.join(PROFILES)}; by default engine for engines, else default")
-    add("--moonep-case", action="append", default=[], help="a case line in place of the profile; repeatable")
-    add("--moonep-subject", default="reference", help="reference, vllm, sglang, or MODULE:CLASS of an integration")
-    add("--moonep-sglang-path", help="folder with the package sglang; first on the import path of the ranks")
-    add(
-        "--moonep-device",
-        choices=("cpu", "cuda"),
-        help="where tensors live; cpu, for an engine cuda if there are GPUs",
-    )
-    add("--moonep-waivers", help="file of known defects of an engine; none: no waivers; else those we ship")
-    add("--moonep-require", action="append", default=[], help="STAGE=PACKAGE that must really run, e.g. load=vllm")
-    add("--moonep-module", help="importable module with MoonEP's Buffer; else the embedded reference is judged")
-    add("--moonep-experts", default="reference", help="who computes expert rows: torch, MODULE:FUNCTION, ...")
-    add("--moonep-api", choices=("A", "B"), help="API generation, where the signatures do not tell")
-    add(
-        "--moonep-policy",
-        choices=("upstream", "legal"),
-        help="upstream: gate on upstream's exact plan and rounding",
-    )
-    add("--moonep-relaxed", action="store_true", help="also run cases that real hardware refuses")
-    add("--moonep-destructive", action="store_true", help="also give bad input that may trap or hang")
-    add("--moonep-fault", action="append", default=[], help="seed a fault; repeatable")
-    plugin_worlds.add_options(add)
-    add("--moonep-record", default="full", help="what to keep of large tensors: plan, digest, columns[:N] or full")
-    add("--moonep-deadline", type=float, default=30.0, help="seconds a rank may run between collectives")
+    hints = get_type_hints(Options)
+    for name, (one, declared) in DECLARED.items():
+        more: dict[str, Any] = {"default": None}
+        if isinstance(one.default, bool):
+            more = {"default": False, "action": "store_true"}
+        elif isinstance(one.default, tuple):
+            more = {"default": [], "action": "append"}
+        elif declared.choices:
+            more["choices"] = declared.choices
+        elif hints[name] in _NUMBERS:
+            more["type"] = _NUMBERS[hints[name]]
+        group.addoption(spelled(name), help=declared.help, **more)
+        if declared.old:
+            group.addoption(spelled(declared.old), help=argparse.SUPPRESS)
+    plugin_worlds.add_options(group.addoption)
+
+
+def _options(config: pytest.Config) -> Options:
+    """What the command line of pytest says."""
+    names = [*DECLARED, *(declared.old for _, declared in DECLARED.values() if declared.old)]
+    return read({name: config.getoption(spelled(name)) for name in names}, partial(_note, config), spelled)
+
+
+def _note(config: pytest.Config, text: str) -> None:
+    if not hasattr(config, "workerinput"):  # what started the workers of xdist says it
+        sys.stderr.write(f"moonep-validate: {text}\n")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Read the options now, so that a typo is a usage error and not a failing test."""
-    option = config.getoption
     try:
         plugin_worlds.configure(config)
-        cases = [Case.parse(line) for line in option("--moonep-case")]
-        listed = profile(option("--moonep-profile") or default_profile(option("--moonep-subject")))
-        generations: tuple[str, ...] = ("A", "B")
-        if option("--moonep-subject") != "reference":
-            generations = ("A",)  # an engine is started by the first test that needs it, not by every xdist worker
-        elif option("--moonep-fault") or option("--moonep-module"):
-            generation = _job(config).generation
-            generations = (generation,) if generation else generations
-        config.stash[_CASES] = _of_ranks(option("--moonep-ranks"), cases or for_generations(listed, generations))
+        options = config.stash[_OPTIONS] = _options(config)
+        refuse(options)
+        cases = [Case.parse(line) for line in options.case]
+        listed = profile(options.profile or kind_of(options).profile)
+        config.stash[_CASES] = _of_ranks(options.ranks, cases or for_generations(listed, _generations(config)))
     except CaseError as error:
         raise pytest.UsageError(str(error)) from None
+
+
+def _generations(config: pytest.Config) -> tuple[str, ...]:
+    """Those of the target; it is imported only where an option names one that may be wrong."""
+    options = config.stash[_OPTIONS]
+    if kind_of(options).own_ranks:  # started by the first test that needs it, not by every worker of xdist
+        from moonep_validate.subjects.engines.start import generations
+
+        return generations(options.subject)
+    if options.fault or options.moonep_module:
+        return _job(config).target.generations
+    return ("A", "B")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -112,9 +127,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     """Version and subject."""
-    faults = "".join(f", fault {fault}" for fault in config.getoption("--moonep-fault"))
-    subject = config.getoption("--moonep-module") or config.getoption("--moonep-subject")
-    return f"moonep-validate: {__version__}, subject {subject}{faults}"
+    options = config.stash[_OPTIONS]
+    faults = "".join(f", fault {fault}" for fault in options.fault)
+    return f"moonep-validate: {__version__}, subject {options.moonep_module or options.subject}{faults}"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -139,7 +154,7 @@ def moonep_verdict(
     from moonep_validate.pipeline.require import unmet
 
     job = _job(request.config)
-    if missing := unmet(job, request.config.getoption("--moonep-require")):
+    if missing := unmet(job, request.config.stash[_OPTIONS].require):
         pytest.fail("\n".join(missing), pytrace=False)
     cases = request.config.stash[_CASES]
     verdict = plugin_worlds.judged(request.config, job, moonep_case, cases, moonep_gpus)
@@ -168,24 +183,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 def _job(config: pytest.Config) -> Job:
     """The job of this session; a module is asked only once what it is."""
-    from moonep_validate.pipeline.job import make_job
+    from moonep_validate.pipeline.make import make_job
 
     if _JOB not in config.stash:
-        option = config.getoption
-        config.stash[_JOB] = make_job(
-            option("--moonep-module"),
-            option("--moonep-api"),
-            option("--moonep-policy"),
-            option("--moonep-relaxed"),
-            option("--moonep-destructive"),
-            option("--moonep-fault"),
-            option("--moonep-deadline"),
-            option("--moonep-subject"),
-            option("--moonep-sglang-path"),
-            option("--moonep-device"),
-            "" if option("--moonep-waivers") == "none" else option("--moonep-waivers"),
-            option("--moonep-experts"),
-            option("--moonep-world"),
-            option("--moonep-record"),
-        )
+        config.stash[_JOB] = make_job(config.stash[_OPTIONS])
     return config.stash[_JOB]

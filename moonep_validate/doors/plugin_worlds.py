@@ -35,12 +35,6 @@ _PARITY: pytest.StashKey[Parity] = pytest.StashKey()
 def add_options(add: Callable[..., None]) -> None:
     """Options about worlds."""
     add(
-        "--moonep-world",
-        choices=("threads", "processes"),
-        help="where ranks run; by default the subject's own way",
-    )
-    add("--moonep-ranks", type=int, help="only the cases of so many ranks")
-    add(
         "--require-gpus",
         type=int,
         default=0,
@@ -127,7 +121,7 @@ def judged(config: pytest.Config, job: Job, case: Case, cases: list[Case], lease
     from moonep_validate.pipeline.run import run_case
 
     if config.stash[_PLACE] is None:
-        if job.device == "cuda" and not job.engine:
+        if job.device == "cuda" and not job.target.kind.own_ranks:
             lease(case.R)
         return run_case(job, case)[1]
     parity = _parity(config, job, cases)

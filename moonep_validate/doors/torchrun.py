@@ -83,12 +83,12 @@ class Parity:
         with self.world.watched(limit):
             comm = Logged(DistComm(), self.world.flight)
             trace, failed = record_rank(job, case, comm)
-            if job.embedded and not failed:
+            if job.target.kind.embedded and not failed:
                 try:
                     finish(comm)
                 except RuntimeError as error:
                     trace.errors.append(f"this rank had finished, and its peers had not: {error}")
-            with self.world.hurried(failed and not job.embedded):
+            with self.world.hurried(failed and not job.target.kind.embedded):
                 return self.world.gather(trace.to_bytes(sealed=False))
         raise AssertionError("a lost world has ended this process")
 
@@ -213,8 +213,8 @@ def enter(job: Job, cases: Sequence[Case]) -> Parity:
     here = place()
     if here is None:
         raise CaseError(f"parity runs as a rank of torchrun, which is not around; start it with: {COMMAND}")
-    if job.engine:
-        raise CaseError(f"parity judges a Buffer, and {job.engine} starts its own ranks; use run")
+    if job.target.kind.own_ranks:
+        raise CaseError(f"parity judges a Buffer, and {job.target.name} starts its own ranks; use run")
     if not any(here.size == case.R for case in cases):
         known = ", ".join(map(str, sorted({case.R for case in cases}))) or "none"
         raise CaseError(
@@ -223,7 +223,8 @@ def enter(job: Job, cases: Sequence[Case]) -> Parity:
     if reason := too_few_gpus(job, here.local_size):
         raise CaseError(reason)
     world = torchrun.World(here, job.device)
-    world.same("job", (job.reproducer, job.deadline, job.part and (job.part.package, job.part.version)))
+    parts = {stage: (part.package, part.version) for stage, part in job.subject.parts.items()}
+    world.same("job", (job.reproducer, job.deadline, parts))
     world.same("list of cases", [str(case) for case in cases])
     return Parity(world, replace(job, world="torchrun"))
 

@@ -11,7 +11,6 @@ from moonep_validate.faults import Seams
 from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.lost import calls_of_lost_rank
 from moonep_validate.pipeline.selection import buffer_key, too_few_gpus
-from moonep_validate.pipeline.target import subject_of
 from moonep_validate.scenarios import SCENARIOS
 from moonep_validate.sessions.rig import Rig
 from moonep_validate.trace.keep import Keep
@@ -22,7 +21,7 @@ from moonep_validate.worlds.comm import Comm
 
 def open_trace(job: Job, case: Case) -> Trace:
     """An empty trace of a job."""
-    subject = subject_of(job)
+    subject = job.subject
     return Trace(
         case,
         subject.name,
@@ -31,7 +30,7 @@ def open_trace(job: Job, case: Case) -> Trace:
         proves=subject.proves,
         leaves_open=subject.leaves_open,
         reproducer=job.reproducer,
-        keep=job.keep,
+        keep=job.recording,
     )
 
 
@@ -40,12 +39,12 @@ def record(job: Job, case: Case) -> Trace:
 
     A rank that raises, hangs or ends is data in the trace, never an exception here.
     """
-    trace, subject = open_trace(job, case), subject_of(job)
+    trace, subject = open_trace(job, case), job.subject
     trace.calls = [[] for _ in range(case.R)]
     if reason := refused(job, case):
         trace.not_run = reason
     else:
-        RECORDERS[job.world or subject.world](job, case, trace)
+        RECORDERS[job.runs_in](job, case, trace)
     return trace
 
 
@@ -62,8 +61,8 @@ def _needs_gpu(job: Job, case: Case) -> str | None:
 def rank_main(job: Job, case: Case, comm: Comm, recorder: Recorder) -> list[Relation]:
     """The only function that runs on a rank; returns the relations that the scenario promises."""
     seams = Seams(job.faults, comm.rank)
-    device = comm.device if job.engine is None else CPU
-    rig = Rig(case, comm, recorder, seams, subject_of(job).open, device=device, experts=job.experts)
+    device = CPU if job.target.kind.layer_door else comm.device
+    rig = Rig(case, comm, recorder, seams, job.subject.open, device=device, experts=job.experts)
     try:
         SCENARIOS[case.scenario.name].script(rig)
     finally:
@@ -72,7 +71,7 @@ def rank_main(job: Job, case: Case, comm: Comm, recorder: Recorder) -> list[Rela
 
 
 def _record_in_threads(job: Job, case: Case, trace: Trace) -> None:
-    recorders = [Recorder(policy=Keep.parse(job.keep)) for _ in range(case.R)]
+    recorders = [Recorder(policy=Keep.parse(job.recording)) for _ in range(case.R)]
     relations: list[list[Relation]] = [[] for _ in range(case.R)]
 
     def on_rank(comm: Comm) -> None:
@@ -93,9 +92,9 @@ def _record_in_threads(job: Job, case: Case, trace: Trace) -> None:
 def _record_in_processes(job: Job, case: Case, trace: Trace) -> None:
     request = json.dumps({"job": job.to_json(), "case": str(case)}).encode()
     try:
-        pool = processes.pool(case.R, job.environment, job.start_request)
+        pool = processes.pool(case.R, job.environment, job.target.start_request(job.device))
         key = str(buffer_key(case))
-        replies = pool.run(request, job.deadline, job.reset_request, key, job.deadline_at_first)
+        replies = pool.run(request, job.deadline, job.target.reset_request, key, job.deadline_at_first)
     except (OSError, RuntimeError) as error:
         trace.errors.append(f"the worker processes could not run this case: {error}")
         return

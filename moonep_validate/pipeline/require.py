@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from moonep_validate.cases.case import CaseError
 from moonep_validate.judge.stages import STAGES, owned_by
 from moonep_validate.pipeline.job import Job
-from moonep_validate.pipeline.target import subject_of
 from moonep_validate.subjects.provenance import describe
 
 #: Groups of stages that a gate can ask for by one name.
@@ -28,7 +27,7 @@ def unmet(job: Job, wanted: Sequence[str]) -> list[str]:
     Raises:
         CaseError: for a demand that is not of this form.
     """
-    parts, found = subject_of(job).parts, []
+    parts, found = job.subject.parts, []
     for demand in (one for text in wanted for one in text.split(",")):
         stage, equals, package = demand.partition("=")
         if not (equals and package) or stage not in (*GROUPS, *STAGES):

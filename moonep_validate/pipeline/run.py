@@ -32,8 +32,8 @@ def run_case(job: Job, case: Case, exercised: bool = True) -> tuple[Trace, Verdi
     with _one_torch_thread():
         trace = record(job, case)
         verdict = judge(trace)
-        if job.engine_part and not trace.not_run:
-            verdict = waive(verdict, waivers_of(job.waivers), job.engine_part, date.today())
+        if (part := job.target.known_by) and not trace.not_run:
+            verdict = waive(verdict, waivers_of(job.waivers), part, date.today())
         if job.faults and exercised and verdict.ok:
             clean = record(replace(job, faults=()), case)
             verdict.override = "not_exercised" if clean.digest() == trace.digest() else None

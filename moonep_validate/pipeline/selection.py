@@ -8,7 +8,6 @@ import torch
 
 from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.pipeline.job import Job
-from moonep_validate.pipeline.target import subject_of
 
 
 def buffer_key(case: Case) -> tuple[object, ...]:
@@ -41,6 +40,6 @@ def select_cases(job: Job, cases: Sequence[Case], ranks: int | None, keep_order:
         raise CaseError(f"--ranks {ranks}: no case has R={ranks}; there are cases of R = {known}")
     if ranks is not None and (reason := too_few_gpus(job, ranks)):
         raise CaseError(reason)
-    if keep_order or (job.world or subject_of(job).world) == "threads":
+    if keep_order or job.runs_in == "threads":
         return chosen
     return sorted(chosen, key=lambda case: tuple(map(str, buffer_key(case))))

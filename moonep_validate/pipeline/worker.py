@@ -79,14 +79,14 @@ def record_rank(job: Job, case: Case, comm: Logged) -> tuple[Trace, bool]:
     """This rank's part of a case, as a trace of one rank, and whether the rank raised; peers are told of that."""
     flight, trace, failed = comm.flight, open_trace(job, case), False
     flight.begin(str(case))
-    recorder = Recorder(flight.tell, Keep.parse(job.keep))
+    recorder = Recorder(flight.tell, Keep.parse(job.recording))
     try:
         trace.relations = rank_main(job, case, comm, recorder)
         flight.note(DONE)
     except (Exception, SystemExit) as error:
         flight.raised(error)
         failed = True
-        if job.embedded and not isinstance(error, CollectiveError):
+        if job.target.kind.embedded and not isinstance(error, CollectiveError):
             tell_peers(comm, error)
         if not any(call.error for call in recorder.calls):
             trace.errors.append("{type}: {message} ({where})".format(**described(error)))

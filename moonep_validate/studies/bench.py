@@ -23,8 +23,10 @@ from moonep_validate.data.routing import topk_ids
 from moonep_validate.judge.checks import CHECKS, run_check
 from moonep_validate.judge.facts import Step
 from moonep_validate.judge.oracle.plan import Plan, make_plan
-from moonep_validate.pipeline.job import Job, make_job
+from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.judge import judge
+from moonep_validate.pipeline.make import make_job
+from moonep_validate.pipeline.options import Options
 from moonep_validate.pipeline.record import open_trace, record
 from moonep_validate.pipeline.run import run_case
 from moonep_validate.pipeline.selection import too_few_gpus
@@ -205,12 +207,12 @@ def k3(console: Console, device: str) -> None:
         console: where to print.
         device: ``cpu`` or ``cuda``.
     """
-    if reason := too_few_gpus(make_job(device=device), 2):
+    if reason := too_few_gpus(make_job(Options(device=device)), 2):
         raise CaseError(reason)
     for generation in ("A", "B"):
         case = Case.parse(_K3.format(generation=generation))
         for keep in ("digest", "columns"):
-            job = make_job(world="processes", device=device, keep=keep, deadline=300.0)
+            job = make_job(Options(world="processes", device=device, record=keep, deadline=300.0))
             record(job, case)  # starts the ranks, maps memory, makes the data
             begin = time.perf_counter()
             trace = record(job, case)

@@ -18,14 +18,13 @@ from statistics import median
 from typing import Any, TypeVar
 
 from moonep_validate.cases.case import Case, CaseError, Spec
-from moonep_validate.cases.profiles import default_profile, for_generations, profile
+from moonep_validate.cases.profiles import for_generations, profile
 from moonep_validate.faults import FAULTS, Fault
 from moonep_validate.judge.checks import CHECKS
 from moonep_validate.judge.stages import PLACE, owned_by
 from moonep_validate.judge.verdict import Result, Verdict
 from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.run import run_case
-from moonep_validate.pipeline.target import subject_of
 from moonep_validate.scenarios import SCENARIOS
 from moonep_validate.studies.shrink import shrink
 
@@ -97,7 +96,8 @@ class Outcome:
 
 def _here(job: Job, fault: Fault) -> bool:
     """Whether a fault can show where the job runs."""
-    return job.device == "cuda" or not fault.needs_gpu
+    at_door = fault.for_engine in (None, job.target.kind.layer_door)
+    return at_door and (job.device == "cuda" or not fault.needs_gpu)
 
 
 def chosen(job: Job, ids: Sequence[str] = (), kinds: Sequence[str] = ()) -> list[Fault]:
@@ -113,11 +113,7 @@ def chosen(job: Job, ids: Sequence[str] = (), kinds: Sequence[str] = ()) -> list
     for kind in kinds:
         if kind not in known:
             raise CaseError(f"--kind {kind}: no fault stands for it; known: {', '.join(sorted(known))}")
-    hosted = [
-        fault
-        for fault in FAULTS.values()
-        if ids or ((fault.for_engine is None or fault.for_engine == bool(job.engine)) and _here(job, fault))
-    ]
+    hosted = [fault for fault in FAULTS.values() if ids or _here(job, fault)]
     named = [fault for fault in hosted if not ids or fault.id in ids]
     return [fault for fault in named if not kinds or set(kinds) & set(fault.bugs.split())]
 
@@ -127,10 +123,10 @@ def case_list(job: Job, most: int | None = MOST_CASES) -> list[Case]:
 
     First one of each scenario and format, then one for each event that cases claim, then the rest in turns.
     """
-    generations = (job.generation,) if job.generation else ("B",)
-    listed = for_generations(profile(default_profile(job.engine or "reference")), generations)
-    listed += [] if job.generation else [case for case in profile("default") if case.generation == "A"]
-    supports = subject_of(job).supports
+    own = profile(job.target.kind.profile)
+    *others, newest = job.target.generations
+    listed = for_generations(own, (newest,)) + [case for case in own if case.generation in others]
+    supports = job.subject.supports
     groups: dict[str, list[Case]] = {}
     for case in sorted((case for case in listed if supports(case) is None), key=_cost):
         groups.setdefault(f"{case.scenario} {case.format}", []).append(case)
@@ -157,7 +153,8 @@ def try_fault(job: Job, fault: str, cases: Sequence[Case], shrink_seconds: float
     """
     spec = Spec.parse(fault)
     known = FAULTS[spec.name]
-    outcome = Outcome(str(spec), known.bugs, known.stage, optional=bool(job.engine) and not known.for_engine)
+    optional = job.target.kind.layer_door and not known.for_engine
+    outcome = Outcome(str(spec), known.bugs, known.stage, optional=optional)
     faulty, start, exercised = replace(job, faults=(spec,)), time.monotonic(), False
     for case in cases[:_CASES_FOR_OPTIONAL] if outcome.optional else cases:
         trace, verdict = run_case(replace(faulty, waivers=""), case, exercised=False)
@@ -204,7 +201,7 @@ def mutate(job: Job, faults: Sequence[str], shrink_seconds: float = 0.0, workers
     An engine has defects of its own: cases that it fails without a fault say nothing about faults.
     """
     cases = case_list(job)
-    if job.engine:
+    if job.target.kind.layer_door:
         cases = [case for case in cases if run_case(job, case)[1].status == "passed"]
     one = partial(try_fault, job, cases=cases, shrink_seconds=shrink_seconds)
     yield from _shared_out(job, one, faults, workers)
@@ -212,7 +209,7 @@ def mutate(job: Job, faults: Sequence[str], shrink_seconds: float = 0.0, workers
 
 def _shared_out(job: Job, work: Callable[[str], T], items: Sequence[str], workers: int) -> Iterator[T]:
     """Results of ``work`` as they come; the reference runs in threads, so its items go to several processes."""
-    if (job.world or subject_of(job).world) != "threads" or workers < 2 or len(items) < 4:
+    if job.runs_in != "threads" or workers < 2 or len(items) < 4:
         yield from map(work, items)
         return
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as executor:
@@ -315,7 +312,7 @@ def needed_checks(job: Job, whole: bool) -> list[str]:
     """
     if not whole:
         return []
-    if job.engine:
+    if job.target.kind.layer_door:
         own = owned_by("engine")
         return [check.id for check in CHECKS.values() if check.function and check.stage in own]
     return [check.id for check in CHECKS.values() if not (check.about_callers or check.needs_gpu)]

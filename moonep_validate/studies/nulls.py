@@ -22,7 +22,6 @@ from moonep_validate.judge.checks import CHECKS
 from moonep_validate.judge.verdict import Verdict
 from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.run import run_case
-from moonep_validate.pipeline.target import subject_of
 
 #: Alarms that a run may raise per case of a subject that is right.
 BUDGET = 1 / 1000
@@ -130,7 +129,7 @@ def null_cases(job: Job, seed: int = 0) -> Iterator[Case]:
     Raises:
         CaseError: if it supports none.
     """
-    supports, ranks = subject_of(job).supports, _ENGINE_RANKS if job.engine else _RANKS
+    supports, ranks = job.subject.supports, _ENGINE_RANKS if job.target.kind.own_ranks else _RANKS
     for block in count():
         draw = Random(f"{seed}/{block}")
         size = draw.choice(ranks)
@@ -156,14 +155,15 @@ def _draw(job: Job, draw: Random, ranks: int) -> Case:
     Raises:
         CaseError: if its words do not go together.
     """
-    whole = job.engine is not None or (job.module is not None and not job.relaxed)  # only what hardware accepts
-    generation = job.generation or draw.choice("AB")
+    bare, whole = not job.target.kind.layer_door, job.target.portable_only
+    known = job.target.generations
+    generation = draw.choice(known) if len(known) > 1 else known[0]
     per_rank, top_k = draw.randint(1, 6), draw.choice((1, 2, 2, 3, 4, 6, 8))
     tokens = draw.choice((1, 2, 7, 16, 16, 33))
     slots = draw.choice((None, draw.randint(1, per_rank), 4)) if generation == "A" else None
     counts = tuple(draw.randint(0, tokens) for _ in range(ranks)) if draw.random() < 0.3 else None
     words = [name for name, word in VOCABULARY.items() if word.field == "model"]
-    scenarios = (*["base"] * 6, "marked_slots", "layers", *["combine_only"] * (job.engine is None))
+    scenarios = (*["base"] * 6, "marked_slots", "layers", *["combine_only"] * bare)
     return Case(
         generation=generation,
         R=ranks,
@@ -173,7 +173,7 @@ def _draw(job: Job, draw: Random, ranks: int) -> Case:
         H=draw.choice((128, 256, 384) if whole else (8, 24, 64, 128, 256, 520)),
         I=draw.choice((128, 256) if whole else (1, 8, 32, 96, 128, 260)),
         slots=slots,
-        pad=draw.choice((1, 4, 8, 128)) if job.engine is None else draw.choice((4, 128)),
+        pad=draw.choice((1, 4, 8, 128)) if bare else draw.choice((4, 128)),
         tokens=counts,
         routing=_routing(draw, ranks * per_rank),
         fill=Spec("real"),

@@ -25,7 +25,6 @@ class Subject:
 
     Attributes:
         name: what the command line calls it.
-        world: where its ranks run, ``threads`` (our code only) or ``processes``.
         supports: case -> reason why it cannot run, or None.
         open: makes a session on one rank; collective.
         parts: stage -> what stands behind it.
@@ -34,7 +33,6 @@ class Subject:
     """
 
     name: str
-    world: str
     supports: Callable[[Case], str | None]
     open: Callable[[Rig], LayerDoor]
     parts: Mapping[str, Part]
@@ -72,7 +70,6 @@ def _open_reference(rig: Rig) -> BufferDoor:
 
 REFERENCE = Subject(
     name="reference",
-    world="threads",
     supports=_needs_engine,
     open=_open_reference,
     parts={**dict.fromkeys(STAGES, _REFERENCE), "experts": _EXPERTS},
@@ -116,7 +113,6 @@ def module_subject(
     ours = "this project's own stand-in " if part.origin != "real" else ""
     return Subject(
         name=name,
-        world="processes",
         supports=supports,
         open=open_module,
         parts={

@@ -24,7 +24,8 @@ from moonep_validate.hashing import hashed, normal, unit
 from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.oracle.dense import pieces
 from moonep_validate.judge.oracle.judge import judge_rows
-from moonep_validate.pipeline.job import make_job
+from moonep_validate.pipeline.make import make_job
+from moonep_validate.pipeline.options import Options
 from moonep_validate.pipeline.run import run_case
 from moonep_validate.reference.experts import swiglu
 from moonep_validate.subjects import experts
@@ -184,7 +185,7 @@ def test_weights_of_a_neighbour_are_seen(name: str, layer: Layer) -> None:
 @pytest.mark.parametrize("name", PARTS)
 def test_cases_pass_on_each_part(name: str, line: str) -> None:
     found(name)
-    verdict = run_case(make_job(experts=name), Case.parse(line))[1]
+    verdict = run_case(make_job(Options(experts=name)), Case.parse(line))[1]
     assert verdict.ok, verdict.diagnosis
     assert verdict.parts["experts"].level == "real"
 

@@ -12,11 +12,12 @@ import pytest
 
 from moonep_validate.cases.case import Case
 from moonep_validate.cases.profiles import profile
-from moonep_validate.pipeline.job import make_job
+from moonep_validate.pipeline.make import make_job
+from moonep_validate.pipeline.options import Options
 from moonep_validate.pipeline.run import run_case
 from moonep_validate.pipeline.selection import select_cases
 
-JOB = make_job(world="processes", device="cuda", deadline=60.0)
+JOB = make_job(Options(world="processes", device="cuda", deadline=60.0))
 CASES = select_cases(JOB, profile("multigpu"), None)
 
 

@@ -57,7 +57,7 @@ def engine(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> str:
     name: str = pytestconfig.getoption("--moonep-subject")
     if name not in ROUTERS:
         pytest.skip(f"{name}: its router is not known here; known: {', '.join(ROUTERS)}")
-    if path := pytestconfig.getoption("--moonep-sglang-path"):
+    if path := pytestconfig.getoption("--moonep-engine-path"):
         monkeypatch.syspath_prepend(path)
     if name == "sglang":
         _declared()

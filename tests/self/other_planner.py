@@ -224,7 +224,6 @@ def other_subject(chosen: Policy, promises: str = "legal") -> Subject:
     part = Part("stand-in", "tests.self.other_planner", "1", policy=promises)
     return Subject(
         name="other_planner",
-        world="threads",
         supports=lambda case: None if case.generation == "B" else "plans generation B only",
         open=lambda rig: _open(rig, Buffer),
         parts=dict.fromkeys(STAGES, part),

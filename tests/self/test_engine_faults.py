@@ -15,7 +15,9 @@ import pytest
 from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.faults import FAULTS, parse_fault
 from moonep_validate.judge.verdict import Verdict
-from moonep_validate.pipeline.job import Job, make_job
+from moonep_validate.pipeline.job import Job
+from moonep_validate.pipeline.make import make_job
+from moonep_validate.pipeline.options import Options
 from moonep_validate.pipeline.run import run_case
 from moonep_validate.worlds import processes
 from tests.self.conftest import CASE
@@ -127,7 +129,7 @@ def good() -> Iterator[Job]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ENGINES)]))
         patch.syspath_prepend(str(ENGINES))
-        job = make_job(subject="fake_engine:Good", deadline=DEADLINE)
+        job = make_job(Options(subject="fake_engine:Good", deadline=DEADLINE))
         assert job.not_run is None, job.not_run
         yield job
     processes.close_pools()

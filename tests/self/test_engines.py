@@ -19,9 +19,12 @@ import torch
 
 from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.judge.verdict import Verdict
-from moonep_validate.pipeline.job import Job, make_job
+from moonep_validate.pipeline.job import Job
+from moonep_validate.pipeline.make import make_job
+from moonep_validate.pipeline.options import Options
 from moonep_validate.pipeline.require import unmet
 from moonep_validate.pipeline.run import run_case
+from moonep_validate.pipeline.target import Engine
 from moonep_validate.subjects.engines import start as engines
 from moonep_validate.trace.trace import Part, Trace
 from moonep_validate.worlds import processes
@@ -45,7 +48,7 @@ def _engines_can_be_imported() -> Iterator[None]:
 
 
 def job_of(subject: str = GOOD, faults: tuple[str, ...] = (), deadline: float = DEADLINE) -> Job:
-    job = make_job(subject=subject, faults=faults, deadline=deadline)
+    job = make_job(Options(subject=subject, fault=faults, deadline=deadline))
     assert job.not_run is None, job.not_run
     return job
 
@@ -134,7 +137,7 @@ def test_evidence_says_which_part_is_real() -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("genB+R2+E8+K2+S16", "genB: taps on an engine know MoonEP's generation A; use genA"),
+        ("genB+R2+E8+K2+S16", "genB: fake_engine:Good calls MoonEP's generation A; use genA"),
         (f"{SIZES}+H24", "not portable to hardware"),
         (
             f"{SIZES}+combine_only",
@@ -208,7 +211,8 @@ def test_require_compares_with_what_would_run() -> None:
     assert missing.startswith("--require transport=moonep is not met: stand-in moonep ")
     (other,) = unmet(job, ["load=vllm"])
     assert other.startswith("--require load=vllm is not met: real fake_engine 1.0")
-    real = replace(job, part=Part("real", "moonep.api", "1.2"))
+    assert isinstance(job.target, Engine)
+    real = replace(job, target=replace(job.target, moonep=Part("real", "moonep.api", "1.2")))
     assert unmet(real, ["transport=moonep"]) == []
     assert len(unmet(real, ["transport=moon"])) == 1
     lost = replace(job, not_run="no such engine")
@@ -259,14 +263,14 @@ def test_run_stops_where_a_required_package_would_not_run(cli: Cli) -> None:
             "cannot be made: AttributeError: module 'fake_engine' has no attribute",
         ),
         (["--subject", GOOD, "--moonep-module", "moonep"], "an engine takes the moonep that it can import"),
-        (["--subject", GOOD, "--api", "A"], "--api, --policy, --relaxed and --destructive go without it"),
+        (["--subject", GOOD, "--api", "A"], "--api, --policy, --relaxed and --destructive go without --subject"),
         (["--subject", GOOD, "--fault", "slot"], "unknown fault 'slot'"),
         (["--subject", GOOD, "--device", "tpu"], "--device is 'tpu'; known: cpu, cuda"),
         (["--subject", GOOD, "--waivers", "no_such_file"], "waivers no_such_file cannot be read"),
         (["--subject", GOOD, "--require", "load"], "--require load: write STAGE=PACKAGE"),
         (
-            ["--sglang-path", "somewhere"],
-            "--sglang-path and --waivers go with --subject vllm or --subject sglang",
+            ["--engine-path", "somewhere"],
+            "--engine-path and --waivers go with an engine: --subject vllm, sglang or MODULE:CLASS",
         ),
     ],
 )
@@ -461,7 +465,7 @@ def test_an_engine_that_cannot_be_imported_is_not_run(cli: Cli) -> None:
 
 def test_an_engine_of_the_other_generation_is_refused_before_any_case() -> None:
     with pytest.raises(CaseError) as error:
-        make_job(subject="faulty_engine:OtherGeneration")
+        make_job(Options(subject="faulty_engine:OtherGeneration"))
     said = str(error.value)
     assert "passes local_first_pool to moonep's Buffer, which takes S, H, K, E, num_ep_ranks" in said
     assert "they are of different API generations" in said

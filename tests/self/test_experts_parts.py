@@ -10,8 +10,10 @@ import torch
 from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.faults import parse_fault
 from moonep_validate.judge.verdict import Verdict
-from moonep_validate.pipeline.job import Job, make_job
+from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.judge import judge
+from moonep_validate.pipeline.make import make_job
+from moonep_validate.pipeline.options import Options
 from moonep_validate.pipeline.record import record
 from moonep_validate.pipeline.require import unmet
 from moonep_validate.pipeline.run import run_case
@@ -34,7 +36,7 @@ def _state() -> Iterator[None]:
 
 
 def verdict_of(name: str, case: Case) -> Verdict:
-    return run_case(make_job(experts=name), case)[1]
+    return run_case(make_job(Options(experts=name)), case)[1]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_situ_is_computed_where_the_model_has_it(name: str) -> None:
 @pytest.mark.parametrize("fault", ["group-index-off-by-one", "offset-wraps", "tail-written", "weight-on-input"])
 def test_faults_are_found_on_other_parts_too(fault: str) -> None:
     for case in (INTS, ALONE):
-        job = make_job(experts=f"{FAKE}:bf16", faults=(fault,))
+        job = make_job(Options(experts=f"{FAKE}:bf16", fault=(fault,)))
         first = run_case(job, case)[1].first
         assert first is not None, (fault, case)
         assert first.stage == "experts"
@@ -90,7 +92,9 @@ def test_every_shape_of_groups_is_computed() -> None:
 
 
 def test_packed_weights_arrive_as_bytes_and_are_decoded_where_a_part_needs_it() -> None:
-    trace = record(make_job(experts="torch"), INTS.but(format=Case.parse("genB+R2+E6+K2+S7+mxfp4").format))
+    trace = record(
+        make_job(Options(experts="torch")), INTS.but(format=Case.parse("genB+R2+E6+K2+S7+mxfp4").format)
+    )
     call = next(c for c in trace.calls[1] if c.op == "experts")
     assert call.info["decoded"] is True
     assert call.tensors["weight_gate"].dtype == torch.uint8
@@ -127,7 +131,7 @@ def test_packed_weights_are_portable_where_hardware_takes_their_bytes(H: int, I:
 def test_what_cannot_run_here_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     experts.find.cache_clear()
-    job = make_job(experts="deep_gemm")
+    job = make_job(Options(experts="deep_gemm"))
     verdict = run_case(job, INTS)[1]
     assert verdict.status == "not_run"
     assert "experts deep_gemm: it needs a GPU" in verdict.results[0].reason
@@ -135,16 +139,16 @@ def test_what_cannot_run_here_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         "--require experts=deep_gemm is not met: experts deep_gemm: it needs a GPU"
         in unmet(job, ["experts=deep_gemm"])[0]
     )
-    assert unmet(make_job(experts="torch"), ["experts=torch"]) == []
+    assert unmet(make_job(Options(experts="torch")), ["experts=torch"]) == []
     assert unmet(make_job(), ["experts=torch"]) != []
     assert isinstance(experts.identify("torch"), Part)
 
 
 def test_a_part_is_asked_for_what_it_supports() -> None:
-    situ = run_case(make_job(experts=f"{FAKE}:careless"), Case.parse("genB+R2+E6+K2+S7+fill:real+k3"))[1]
+    situ = run_case(make_job(Options(experts=f"{FAKE}:careless")), Case.parse("genB+R2+E6+K2+S7+fill:real+k3"))[1]
     assert situ.status == "not_run"
     assert "has silu; model k3 needs situ" in situ.results[0].reason
-    odd = run_case(make_job(experts="torch"), Case.parse("genB+R2+E6+K2+S7+I20"))[1]
+    odd = run_case(make_job(Options(experts="torch")), Case.parse("genB+R2+E6+K2+S7+I20"))[1]
     assert "I=20: torch's grouped matrix product" in odd.results[0].reason
 
 
@@ -159,7 +163,7 @@ def test_a_part_is_asked_for_what_it_supports() -> None:
 )
 def test_bad_names_are_refused(name: str, message: str) -> None:
     with pytest.raises(CaseError, match=message):
-        make_job(experts=name)
+        make_job(Options(experts=name))
 
 
 @pytest.mark.parametrize("text", ["swigluoai", "silu:7", "situ:4,24", "situ:4"])
@@ -191,9 +195,9 @@ def test_the_command_line_takes_a_part(cli: Callable[..., tuple[int, str, str]])
 @pytest.mark.parametrize("line", ["genB+R4+E8+K2+S9+hot:5+mxfp4", "genA+R2+E6+K2+S7+pad5+mxfp4+grouped"])
 def test_a_sample_of_rows_is_enough_to_judge_the_experts(line: str) -> None:
     """With ``columns``, P1 judges rows that are kept whole, packed weights of their groups included; never padding."""
-    job = Job(keep="columns")
+    job = Job(recording="columns")
     examined = [r.examined for r in run_case(job, Case.parse(line))[1].results if r.check == "P1"]
     assert min(examined) >= 2 * 3 * 128
-    faulty = Job(keep="columns", faults=(parse_fault("group-index-off-by-one"),))
+    faulty = Job(recording="columns", faults=(parse_fault("group-index-off-by-one"),))
     results = run_case(faulty, Case.parse(line))[1].results
     assert "failed" in {r.status for r in results if r.check == "P1"}

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from moonep_validate.cases.case import Case
-from moonep_validate.pipeline.job import Job, make_job
+from moonep_validate.pipeline.job import Job
+from moonep_validate.pipeline.make import make_job
+from moonep_validate.pipeline.options import Options
 from moonep_validate.pipeline.run import run_case
 from moonep_validate.trace.trace import Trace
 from moonep_validate.worlds import flight, processes
@@ -90,7 +92,9 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Job
 
     def write(name: str, body: str, device: str = "cpu") -> Job:
         (folder / f"{name}.py").write_text(HEAD + body)
-        return replace(make_job(name, api="B", deadline=1.5, device=device), first_deadline=20.0)
+        return replace(
+            make_job(Options(moonep_module=name, api="B", deadline=1.5, device=device)), first_deadline=20.0
+        )
 
     yield write
     patch.undo()

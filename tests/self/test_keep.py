@@ -9,7 +9,8 @@ import torch
 
 from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.judge.checks import CHECKS
-from moonep_validate.pipeline.job import make_job
+from moonep_validate.pipeline.make import make_job
+from moonep_validate.pipeline.options import Options
 from moonep_validate.pipeline.run import run_case
 from moonep_validate.trace.keep import DIGEST, Keep, chosen_columns, digest, sampled_rows
 
@@ -67,7 +68,7 @@ def test_unknown_policies_are_refused(text: str) -> None:
 @pytest.mark.parametrize("generation", ["A", "B"])
 @pytest.mark.parametrize("keep", NOT_FULL)
 def test_right_code_passes_and_what_needs_more_says_so(keep: str, generation: str) -> None:
-    trace, verdict = run_case(make_job(keep=keep), CASE.but(generation=generation))
+    trace, verdict = run_case(make_job(Options(record=keep)), CASE.but(generation=generation))
     assert verdict.ok, verdict.diagnosis
     assert trace.keep == keep
     by_check = {result.check: result for result in verdict.results if result.step == "base"}
@@ -79,7 +80,7 @@ def test_right_code_passes_and_what_needs_more_says_so(keep: str, generation: st
                 f"it needs --record {check.needs}, the recorder kept {keep}",
             )
     assert by_check["M1"].status == "not_applicable"
-    assert "--record" in make_job(keep=keep).reproducer
+    assert "--record" in make_job(Options(record=keep)).reproducer
 
 
 #: Fault -> the first check that finds it, and the least policy under which it does.
@@ -97,7 +98,7 @@ FOUND = {
 
 @pytest.mark.parametrize(("fault", "check", "keep"), [(f, *found) for f, found in FOUND.items()])
 def test_faults_are_found_in_what_is_kept(fault: str, check: str, keep: str) -> None:
-    _, verdict = run_case(make_job(faults=[fault], keep=keep), CASE)
+    _, verdict = run_case(make_job(Options(fault=(fault,), record=keep)), CASE)
     assert verdict.first is not None
     assert verdict.first.check == check
     assert f"--record {keep.removesuffix(':16')} --fault {fault}" in verdict.command
@@ -105,7 +106,7 @@ def test_faults_are_found_in_what_is_kept(fault: str, check: str, keep: str) -> 
 
 def test_the_first_column_is_not_all_that_is_judged() -> None:
     """A bit in a column that is not kept is in the digest."""
-    trace, verdict = run_case(make_job(keep="columns:1"), CASE)
+    trace, verdict = run_case(make_job(Options(record="columns:1")), CASE)
     rows = trace.calls[1][-1]
     dispatch = next(call for call in trace.calls[1] if call.op == "dispatch")
     assert verdict.ok

@@ -12,7 +12,9 @@ import pytest
 
 from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.judge.verdict import Verdict
-from moonep_validate.pipeline.job import Job, make_job
+from moonep_validate.pipeline.job import Job
+from moonep_validate.pipeline.make import make_job
+from moonep_validate.pipeline.options import Options
 from moonep_validate.pipeline.record import record
 from moonep_validate.pipeline.run import run_case
 from moonep_validate.subjects.buffer.api import detect_generation
@@ -43,7 +45,7 @@ def module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
     def make(name: str, body: str, generation: str = "b", api: str | None = None) -> Job:
         (folder / f"{name}.py").write_text(HEAD.replace("{generation}", generation) + body)
         monkeypatch.setenv("PYTHONPATH", str(folder))
-        return replace(make_job(name, api=api, deadline=8.0), first_deadline=8.0)
+        return replace(make_job(Options(moonep_module=name, api=api, deadline=8.0)), first_deadline=8.0)
 
     return make
 
@@ -156,8 +158,8 @@ def test_bad_module_gets_one_clear_finding_and_the_next_case_is_unaffected(
 
 @pytest.mark.parametrize("generation", ["a", "b"])
 def test_our_modules_pass_by_the_same_door(generation: str) -> None:
-    job = make_job(f"moonep_validate.reference.moonep_{generation}")
-    assert job.generation == generation.upper()
+    job = make_job(Options(moonep_module=f"moonep_validate.reference.moonep_{generation}"))
+    assert job.target.generations == (generation.upper(),)
     scenarios = ("variants", "combine_only", "packed", "grads", "life", "refusals")
     for scenario in scenarios:
         case = Case.parse(f"gen{generation.upper()}+R2+E8+K3+S5+pad4+hot:1+{scenario}")
@@ -170,12 +172,14 @@ def test_our_modules_pass_by_the_same_door(generation: str) -> None:
 
 def test_both_worlds_record_the_same_bytes() -> None:
     """The reference in threads and its stand-in in processes: one transport, two worlds."""
-    in_processes = record(make_job("moonep_validate.reference.moonep_b"), CASE)
+    in_processes = record(make_job(Options(moonep_module="moonep_validate.reference.moonep_b")), CASE)
     assert in_processes.digest() == record(Job(), CASE).digest()
 
 
 def test_faults_reach_the_workers() -> None:
-    job = replace(make_job("moonep_validate.reference.moonep_b", faults=["slot-not-filled:rank=0"]))
+    job = replace(
+        make_job(Options(moonep_module="moonep_validate.reference.moonep_b", fault=("slot-not-filled:rank=0",)))
+    )
     case = Case.parse("genB+R2+E8+K2+S5+pad4+hot:5")
     verdict = judged(job, case)
     assert verdict.first is not None
@@ -185,8 +189,7 @@ def test_faults_reach_the_workers() -> None:
 
 def test_an_outside_module_is_real_and_legal_unless_told_otherwise(module: Callable[..., Job]) -> None:
     job = module("some_moonep", GOOD)
-    part = job.part
-    assert part is not None
+    part = job.subject.parts["plan"]
     assert (part.origin, part.policy, part.package, part.version) == ("real", "legal", "some_moonep", "9.9")
     assert part.file.endswith("some_moonep.py")
     verdict = judged(job)
@@ -195,7 +198,7 @@ def test_an_outside_module_is_real_and_legal_unless_told_otherwise(module: Calla
     by_stage = {r.stage: r.level for r in verdict.results}
     assert (by_stage["plan"], by_stage["combine"], by_stage["experts"]) == ("real", "real", "reference")
     assert not next(r for r in verdict.results if r.check == "X1").gates
-    upstream = make_job("some_moonep", policy="upstream")
+    upstream = make_job(Options(moonep_module="some_moonep", policy="upstream"))
     assert next(r for r in judged(upstream).results if r.check == "X1").gates
     assert "--policy upstream" in upstream.reproducer
     assert json.loads(json.dumps(job.to_json()))
@@ -221,7 +224,7 @@ def test_modules_that_cannot_be_judged_are_refused_before_anything_runs(
     (tmp_path / "unusable.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(CaseError) as error:
-        make_job("unusable")
+        make_job(Options(moonep_module="unusable"))
     assert message in str(error.value)
 
 

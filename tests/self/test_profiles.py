@@ -15,6 +15,7 @@ from moonep_validate.judge.witnesses import WITNESSES
 from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.record import record
 from moonep_validate.pipeline.run import run_case
+from moonep_validate.pipeline.target import Module
 from moonep_validate.scenarios import SCENARIOS
 from moonep_validate.sessions.rig import Rig
 from moonep_validate.studies.mutate import case_list
@@ -71,7 +72,7 @@ def test_a_case_that_claims_an_absent_event_is_vacuous(witness: str) -> None:
 
 
 def test_a_case_that_the_subject_cannot_run_is_not_run_and_no_pass() -> None:
-    job = Job("some_moonep", "B", Part("real", "some_moonep", "1.0"))
+    job = Job(Module("some_moonep", "B", Part("real", "some_moonep", "1.0")))
     for case, reason in (("genA+R2+E4+K2+S3", "API generation B"), ("genB+R2+E4+K2+S3+H8", "not portable")):
         _, verdict = run_case(job, Case.parse(case))
         assert verdict.status == "not_run"

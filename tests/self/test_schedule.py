@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from moonep_validate.cases.case import Case, CaseError
-from moonep_validate.pipeline.job import make_job
+from moonep_validate.pipeline.make import make_job
+from moonep_validate.pipeline.options import Options
 from moonep_validate.pipeline.run import run_case
 from moonep_validate.sessions.schedule import OPS, Launch, interleaving, launches
 from moonep_validate.studies.races import cases, races
@@ -137,7 +138,7 @@ WITHIN = {
 
 @pytest.mark.parametrize("fault", WITHIN)
 def test_a_missing_wait_is_found_within_so_many_seeds(fault: str) -> None:
-    job = make_job(faults=[fault])
+    job = make_job(Options(fault=(fault,)))
     seeds = (case for case in cases(0, 2) if case.generation == "B")
     result = races(lambda case: run_case(job, case, exercised=False)[1], seeds, 60, WITHIN[fault])
     assert result.first is not None

@@ -13,7 +13,9 @@ import torch
 
 from moonep_validate.cases.case import Case, CaseError, Spec
 from moonep_validate.faults import FAULTS
-from moonep_validate.pipeline.job import Job, make_job
+from moonep_validate.pipeline.job import Job
+from moonep_validate.pipeline.make import make_job
+from moonep_validate.pipeline.options import Options
 from moonep_validate.pipeline.record import record
 from moonep_validate.pipeline.run import run_case
 from moonep_validate.pipeline.selection import select_cases
@@ -138,7 +140,7 @@ CASE = Case.parse("genB+R4+E8+K2+S9+H24+I20+hot:5+@slot_used")
 
 
 def test_the_reference_records_the_same_bytes_in_processes() -> None:
-    job = make_job(world="processes")
+    job = make_job(Options(world="processes"))
     trace, verdict = run_case(job, CASE)
     assert verdict.ok, verdict.diagnosis
     assert verdict.level == "reference"
@@ -148,7 +150,7 @@ def test_the_reference_records_the_same_bytes_in_processes() -> None:
 
 def test_tensors_that_share_memory_travel_too() -> None:
     case = Case.parse("genB+R4+E8+K2+S3+H64+hot:1+fill:real+k3")
-    trace, verdict = run_case(make_job(world="processes"), case)
+    trace, verdict = run_case(make_job(Options(world="processes")), case)
     assert verdict.ok, verdict.diagnosis
     assert trace.digest() == record(Job(), case).digest()
 
@@ -158,7 +160,9 @@ def test_tensors_that_share_memory_travel_too() -> None:
     ["routes-swap-experts", "row-of-another-token", "slot-not-filled", "duplicates-added-twice", "rank-raises"],
 )
 def test_faults_are_found_at_the_same_stage_in_processes(fault: str) -> None:
-    here, there = (run_case(make_job(world=w, faults=[fault]), CASE)[1].first for w in ("threads", "processes"))
+    here, there = (
+        run_case(make_job(Options(world=w, fault=(fault,))), CASE)[1].first for w in ("threads", "processes")
+    )
     assert here is not None
     assert there is not None
     assert (there.stage, there.check, there.status) == (here.stage, here.check, here.status)
@@ -175,12 +179,12 @@ def test_faults_are_found_at_the_same_stage_in_processes(fault: str) -> None:
 )
 def test_worlds_that_do_not_fit_are_refused(options: dict[str, str], message: str) -> None:
     with pytest.raises(CaseError, match=message):
-        make_job(**options)  # type: ignore[arg-type]
+        make_job(Options(**options))  # type: ignore[arg-type]
 
 
 def test_cases_are_chosen_by_ranks_and_grouped_by_buffer_key() -> None:
     cases = [CASE, CASE.but(S=5), CASE.but(seed=1), CASE.but(R=2)]
-    job = make_job(world="processes")
+    job = make_job(Options(world="processes"))
     assert select_cases(job, cases, 4) == [CASE.but(S=5), CASE, CASE.but(seed=1)]
     assert select_cases(job, cases, 4, keep_order=True) == cases[:3]
     assert select_cases(Job(), cases, None) == cases
@@ -188,13 +192,13 @@ def test_cases_are_chosen_by_ranks_and_grouped_by_buffer_key() -> None:
         select_cases(job, cases, 3)
     there = torch.cuda.device_count()
     with pytest.raises(CaseError, match=f"--device cuda needs a GPU for each of 4 ranks; torch sees {there}"):
-        select_cases(make_job(device="cuda"), cases, 4)
+        select_cases(make_job(Options(device="cuda")), cases, 4)
 
 
 def test_a_case_on_more_gpus_than_there_are_is_not_run() -> None:
     there = torch.cuda.device_count()
     trace = record(
-        make_job(device="cuda"), CASE.but(R=there + 1, E=there + 1, routing=Spec("uniform"), witnesses=())
+        make_job(Options(device="cuda")), CASE.but(R=there + 1, E=there + 1, routing=Spec("uniform"), witnesses=())
     )
     assert trace.not_run == f"--device cuda needs a GPU for each of {there + 1} ranks; torch sees {there}"
 
@@ -210,8 +214,10 @@ def test_an_aged_pool_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_first_case_of_a_key_has_a_longer_deadline() -> None:
-    assert make_job(deadline=4.0).deadline_at_first == 12.0
-    job = replace(make_job(world="processes", faults=["rank-never-returns"], deadline=0.5), first_deadline=2.0)
+    assert make_job(Options(deadline=4.0)).deadline_at_first == 12.0
+    job = replace(
+        make_job(Options(world="processes", fault=("rank-never-returns",), deadline=0.5)), first_deadline=2.0
+    )
     case = CASE.but(H=8, I=8)
     start = time.monotonic()
     assert run_case(job, case)[0].autopsy["silent"] == 2.0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -16,33 +16,14 @@ from rich.console import Console
 
 from moonep_validate import __version__
 from moonep_validate.cases.case import Case, CaseError, Spec
-from moonep_validate.cases.profiles import PROFILES, default_profile, for_generations, profile
+from moonep_validate.cases.profiles import for_generations, profile
 from moonep_validate.cases.vocabulary import VOCABULARY
 from moonep_validate.doors.cli import formats as commands_formats
 from moonep_validate.doors.cli import mutate as commands_mutate
 from moonep_validate.doors.cli import worlds as commands_worlds
-from moonep_validate.doors.cli.options import (
-    ApiOption,
-    CaseOption,
-    DeadlineOption,
-    DestructiveOption,
-    DeviceOption,
-    ExpertsOption,
-    FaultOption,
-    ModuleOption,
-    PathOption,
-    PolicyOption,
-    RanksOption,
-    RecordOption,
-    RelaxedOption,
-    RequireOption,
-    SubjectOption,
-    WaiversOption,
-    WorldOption,
-    console,
-    job_of,
-    one_of,
-)
+from moonep_validate.doors.cli.options import console, job_of, note, one_of, takes
+from moonep_validate.pipeline.kinds import kind_of
+from moonep_validate.pipeline.options import DECLARED, Options
 
 if TYPE_CHECKING:
     from moonep_validate.doors.report.files import OutputFolder
@@ -70,40 +51,20 @@ app = typer.Typer(
 
 @app.command("parity", help=f"Like run, as one rank of torchrun: {commands_worlds.PARITY} [options of run]")
 @app.command()
+@takes(*DECLARED)
 def run(
+    options: Options,
     context: typer.Context,
-    case: CaseOption = None,
-    profile_name: Annotated[
-        str | None,
-        typer.Option("--profile", help=f"Case list: {', '.join(PROFILES)}; by default engine for an engine."),
-    ] = None,
-    subject: SubjectOption = "reference",
-    sglang_path: PathOption = None,
-    world: WorldOption = None,
-    ranks: RanksOption = None,
-    device: DeviceOption = None,
-    waivers: WaiversOption = None,
-    moonep_module: ModuleOption = None,
-    experts: ExpertsOption = "reference",
-    api: ApiOption = None,
-    policy: PolicyOption = None,
-    relaxed: RelaxedOption = False,
-    destructive: DestructiveOption = False,
-    fault: FaultOption = None,
-    deadline: DeadlineOption = 30.0,
-    record: RecordOption = "full",
     out: Annotated[Path | None, typer.Option(help="Folder for report.json and traces.")] = None,
-    require: RequireOption = None,
     keep: Annotated[
         str, typer.Option(help="Traces to keep in --out: failed (whatever did not pass), all or none.")
     ] = "failed",
     shrink_seconds: Annotated[float, typer.Option(help="Time to shrink the first failure; 0 to leave it.")] = 10.0,
 ) -> None:
     """Judge a subject on a profile, or on the cases given."""
-    profile_name = profile_name or default_profile(subject)
-    job, cases = _job_and_cases(context.params, profile_name)
-    if require:
-        _require(job, require)
+    job, cases = _job_and_cases(options)
+    if options.require:
+        _require(job, options.require)
     one_of("--keep", keep, ("failed", "all", "none"))
     here = commands_worlds.joined(context.info_name, job, cases, lambda: _folder(out) if out else None)
     job, cases, folder = here.job, here.cases, here.folder
@@ -117,7 +78,7 @@ def run(
             folder.note(trace, verdict)
         return trace, verdict
 
-    title = f"profile {profile_name}" if not case else f"{len(cases)} case{'s' * (len(cases) > 1)}"
+    title = f"{len(cases)} case{'s' * (len(cases) > 1)}" if options.case else f"profile {_profile(options)}"
     summary = _judge_all(cases, here.judged(record_and_judge), job, title, folder, shrink_seconds)
     here.end(summary.exit_code)
     _finish(summary)
@@ -147,27 +108,14 @@ def check(folder: Annotated[Path, typer.Argument(help="A folder that `run --out`
 
 
 @app.command()
+@takes(*(set(DECLARED) - {"case", "profile", "ranks", "require"}))
 def shrink(
-    context: typer.Context,
+    options: Options,
     case: Annotated[str, typer.Option("--case", help="A failing case line.")],
-    subject: SubjectOption = "reference",
-    sglang_path: PathOption = None,
-    world: WorldOption = None,
-    device: DeviceOption = None,
-    waivers: WaiversOption = None,
-    moonep_module: ModuleOption = None,
-    experts: ExpertsOption = "reference",
-    api: ApiOption = None,
-    policy: PolicyOption = None,
-    relaxed: RelaxedOption = False,
-    destructive: DestructiveOption = False,
-    fault: FaultOption = None,
-    deadline: DeadlineOption = 30.0,
-    record: RecordOption = "full",
     seconds: Annotated[float, typer.Option(min=1.0, help="Budget.")] = 60.0,
 ) -> None:
     """Find the smallest case that fails in the same way."""
-    job, whole = job_of(context.params), Case.parse(case)
+    job, whole = job_of(options), Case.parse(case)
     from moonep_validate.pipeline.run import run_case
     from moonep_validate.studies.shrink import shrink as shrink_case
 
@@ -323,7 +271,7 @@ def main() -> None:
 def _usage(message: str) -> int:
     if not message:  # help was printed in place of a missing command
         return USAGE
-    Console(stderr=True).print(f"moonep-validate: {message}", markup=False, highlight=False, soft_wrap=True)
+    note(message)
     return USAGE
 
 
@@ -341,17 +289,21 @@ def _other(error: Exception) -> int:
     return INTERNAL
 
 
-def _job_and_cases(options: Mapping[str, Any], profile_name: str) -> tuple[Job, list[Case]]:
+def _profile(options: Options) -> str:
+    return options.profile or kind_of(options).profile
+
+
+def _job_and_cases(options: Options) -> tuple[Job, list[Case]]:
     """What a run judges, and on which cases: those given, else the profile's, by Buffer key."""
-    lines, listed = [Case.parse(text) for text in options["case"] or ()], profile(profile_name)
+    lines, listed = [Case.parse(text) for text in options.case], profile(_profile(options))
     job = job_of(options)
     from moonep_validate.pipeline.selection import select_cases
 
-    cases = lines or for_generations(listed, (job.generation,) if job.generation else ("A", "B"))
-    return job, select_cases(job, cases, options["ranks"], keep_order=bool(lines))
+    cases = lines or for_generations(listed, job.target.generations)
+    return job, select_cases(job, cases, options.ranks, keep_order=bool(lines))
 
 
-def _require(job: Job, wanted: list[str]) -> None:
+def _require(job: Job, wanted: Sequence[str]) -> None:
     """Stop where another part would run than the one that a gate asks for."""
     from moonep_validate.pipeline.require import unmet
 

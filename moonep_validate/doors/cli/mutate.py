@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from json import dumps
 from pathlib import Path
 from typing import Annotated
@@ -12,56 +13,31 @@ from rich.console import Console
 
 from moonep_validate import __version__
 from moonep_validate.cases.case import CaseError
-from moonep_validate.doors.cli.options import (
-    NO_OPTIONS,
-    ApiOption,
-    DeadlineOption,
-    DestructiveOption,
-    DeviceOption,
-    ExpertsOption,
-    FaultOption,
-    ModuleOption,
-    PathOption,
-    PolicyOption,
-    RelaxedOption,
-    SubjectOption,
-    WaiversOption,
-    WorldOption,
-    console,
-    job_of,
-)
+from moonep_validate.doors.cli.options import console, job_of, takes
+from moonep_validate.pipeline.kinds import kind_of
+from moonep_validate.pipeline.options import DECLARED, Options
 
 
+@takes(*(set(DECLARED) - {"case", "profile", "ranks", "require", "world", "record"}))
 def search(
-    context: typer.Context,
+    options: Options,
     seconds: Annotated[float, typer.Option("--time", min=1.0, help="Seconds to search.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Where to start; the same seed draws the same cases.")] = 0,
-    subject: SubjectOption = "reference",
-    sglang_path: PathOption = None,
-    device: DeviceOption = None,
-    waivers: WaiversOption = None,
-    moonep_module: ModuleOption = None,
-    experts: ExpertsOption = "reference",
-    api: ApiOption = None,
-    policy: PolicyOption = None,
-    relaxed: RelaxedOption = False,
-    destructive: DestructiveOption = False,
-    fault: FaultOption = None,
-    deadline: DeadlineOption = 30.0,
 ) -> None:
     """Generate cases toward planner stress, judge each, and print the worst as case lines; needs hypothesis."""
-    if subject != "reference":
-        raise CaseError(f"search draws cases for a Buffer, most of which {subject} cannot run; use run")
-    job = job_of(context.params)
+    if kind_of(options).layer_door:
+        raise CaseError(f"search draws cases for a Buffer, most of which {options.subject} cannot run; use run")
+    job = job_of(options)
     from moonep_validate.doors.report.summary import Summary
     from moonep_validate.pipeline.run import run_case
     from moonep_validate.studies.search import lines
     from moonep_validate.studies.search import search as search_cases
 
-    generations = (job.generation,) if job.generation else ("A", "B")
-    portable = job.module is not None and not relaxed
+    target = job.target
     with console.status("searching"):
-        result = search_cases(lambda one: run_case(job, one)[1], seconds, seed, generations, portable)
+        result = search_cases(
+            lambda one: run_case(job, one)[1], seconds, seed, target.generations, target.portable_only
+        )
     console.print(
         f"{result.tried} cases in {result.seconds:.0f} s, {result.vacuous} of them vacuous", highlight=False
     )
@@ -72,17 +48,13 @@ def search(
     raise typer.Exit(Summary(result.tried, result.failures).exit_code if result.failures else 0)
 
 
+@takes("subject", "experts", "engine_path", "world", "device")
 def mutate(
-    context: typer.Context,
+    options: Options,
     fault: Annotated[list[str] | None, typer.Option("--fault", help="Only this fault; may be repeated.")] = None,
     kind: Annotated[
         list[str] | None, typer.Option("--kind", help="Only faults that stand for this kind or bug, e.g. K08.")
     ] = None,
-    subject: SubjectOption = "reference",
-    experts: ExpertsOption = "reference",
-    sglang_path: PathOption = None,
-    world: WorldOption = None,
-    device: DeviceOption = None,
     deadline: Annotated[
         float | None, typer.Option(min=0.1, help="See run [2 on the reference, 6 in processes, else 30].")
     ] = None,
@@ -94,14 +66,15 @@ def mutate(
     from moonep_validate.doors.report import matrix as report
     from moonep_validate.studies import mutate as mutation
 
-    quick = mutation.DEADLINE * (3 if world == "processes" else 1)
-    deadline = deadline or (quick if subject == "reference" else 30.0)
-    job = job_of({**NO_OPTIONS, **context.params, "fault": None, "deadline": deadline})
+    job = job_of(options)
+    quick = mutation.DEADLINE * (3 if options.world == "processes" else 1)
+    job = replace(job, deadline=deadline or (quick if job.target.kind.embedded else job.deadline))
     if job.not_run:
         raise CaseError(job.not_run)
     chosen = [one.id for one in mutation.chosen(job, fault or (), kind or ())]
     outcomes, shown = [], Console(stderr=True) if json else console
-    shown.print(f"[bold]moonep-validate {__version__}[/bold]: {len(chosen)} faults on {subject}", highlight=False)
+    title = f"{len(chosen)} faults on {options.subject}"
+    shown.print(f"[bold]moonep-validate {__version__}[/bold]: {title}", highlight=False)
     for outcome in mutation.mutate(job, chosen, shrink_seconds):
         outcomes.append(outcome)
         shown.print(report.outcome_line(outcome), highlight=False, soft_wrap=True)
@@ -117,19 +90,16 @@ def mutate(
     raise typer.Exit(result.exit_code)
 
 
+@takes("subject", "engine_path", "device", "deadline")
 def nulls(
-    context: typer.Context,
+    options: Options,
     seconds: Annotated[float, typer.Option("--time", min=1.0, help="Seconds to run.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Where to start; the same seed draws the same cases.")] = 0,
-    subject: SubjectOption = "reference",
-    sglang_path: PathOption = None,
-    device: DeviceOption = None,
-    deadline: DeadlineOption = 30.0,
 ) -> None:
     """Count false alarms: cases of real data on a subject that is right; how often does a bound fail?"""
     from moonep_validate.studies.nulls import null_runs
 
-    job = job_of({**NO_OPTIONS, **context.params})
+    job = job_of(options)
     with console.status("running"):
         result = null_runs(job, seconds, seed)
     for line in (*result.lines, result.summary):

@@ -1,15 +1,18 @@
-"""Which options do several commands share, and which job do they name?"""
+"""How do the declared options become those of a command? A command names what it takes, and gets one value."""
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
 
 from moonep_validate.cases.case import CaseError
+from moonep_validate.pipeline.options import DECLARED, Options, read, spelled
 
 if TYPE_CHECKING:
     from moonep_validate.pipeline.job import Job
@@ -17,79 +20,71 @@ if TYPE_CHECKING:
 #: What all commands print to; a fixed width where nobody looks, so that output can be compared.
 console = Console(width=None if sys.stdout.isatty() else 120)
 
-CaseOption = Annotated[list[str] | None, typer.Option("--case", help="A case line; may be repeated.")]
-FaultOption = Annotated[
-    list[str] | None, typer.Option("--fault", help="Seed a fault, e.g. slot-not-filled:rank=1.")
-]
-DeadlineOption = Annotated[float, typer.Option(min=0.1, help="Seconds a rank may run without a sign of life.")]
-ModuleOption = Annotated[
-    str | None, typer.Option(help="Importable module with MoonEP's Buffer; else the reference.")
-]
-ApiOption = Annotated[str | None, typer.Option(help="API generation A or B, where signatures do not tell.")]
-PolicyOption = Annotated[
-    str | None, typer.Option(help="upstream: also gate on upstream's exact plan and rounding; legal.")
-]
-SubjectOption = Annotated[
-    str, typer.Option(help="reference, vllm, sglang, or MODULE:CLASS of an engine's integration.")
-]
-PathOption = Annotated[
-    str | None, typer.Option("--sglang-path", help="Folder with the package sglang; first on the import path.")
-]
-DeviceOption = Annotated[
-    str | None,
-    typer.Option(help="Where tensors live: cpu or cuda; by default cpu, for an engine cuda if there are GPUs."),
-]
-WorldOption = Annotated[
-    str | None, typer.Option(help="threads or processes: where ranks run; by default the subject's own way.")
-]
-RecordOption = Annotated[
-    str, typer.Option("--record", help="What to keep of large tensors: plan, digest, columns[:N] or full.")
-]
-RanksOption = Annotated[int | None, typer.Option(min=1, help="Only the cases of so many ranks.")]
-RequireOption = Annotated[
-    list[str] | None,
-    typer.Option(help="STAGE=PACKAGE that must really run, e.g. load=vllm or transport=moonep; else exit code 1."),
-]
-WaiversOption = Annotated[
-    str | None, typer.Option(help="File of known defects of an engine; none: no waivers; else those we ship.")
-]
-ExpertsOption = Annotated[str, typer.Option(help="Who computes expert rows: torch, deep_gemm, MODULE:FUNCTION.")]
-RelaxedOption = Annotated[bool, typer.Option("--relaxed", help="Also run cases that real hardware refuses.")]
 
-DestructiveOption = Annotated[
-    bool, typer.Option("--destructive", help="Also give bad input that may trap, hang or end the process.")
-]
+def takes(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator: the command offers these options of ``Options``, and gets them as its first argument.
 
-#: What ``job_of`` reads and a command does not offer.
-NO_OPTIONS: dict[str, Any] = {
-    "subject": "reference",
-    **dict.fromkeys(("sglang_path", "moonep_module", "api", "policy", "waivers", "fault")),
-    "relaxed": False,
-    "destructive": False,
-    "experts": "reference",
-}
+    typer reads a command's options from its signature, so the signature is made here.
+
+    Args:
+        names: fields of ``Options``; their old names are offered too, hidden from ``--help``.
+    """
+    chosen = [name for name in DECLARED if name in names]
+    old = [declared.old for name in chosen if (declared := DECLARED[name][1]).old]
+    hints = get_type_hints(Options)
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+        shared = [_parameter(name, hints[name]) for name in chosen] + [_hidden(name) for name in old]
+
+        @wraps(command)
+        def wrapper(**values: Any) -> None:
+            mine = {parameter.name: values.pop(parameter.name) for parameter in own}
+            command(read(values, note), **mine)
+
+        parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*shared, *own)]
+        vars(wrapper)["__signature__"] = inspect.Signature(parameters)
+        wrapper.__annotations__ = {one.name: one.annotation for one in parameters}
+        del vars(wrapper)["__wrapped__"]  # it has another signature
+        return wrapper
+
+    return decorate
 
 
-def job_of(options: Mapping[str, Any]) -> Job:
-    """The job of a command, from its own parameters."""
-    from moonep_validate.pipeline.job import make_job
+def _parameter(name: str, hint: Any) -> inspect.Parameter:
+    """One option for typer; several values are a list to it."""
+    one, declared = DECLARED[name]
+    several = isinstance(one.default, tuple)
+    help = f"{declared.help} Known: {', '.join(declared.choices)}." if declared.choices else declared.help
+    option = typer.Option(spelled(name), help=help, min=declared.least, show_default=not several)
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None if several else one.default,
+        annotation=Annotated[list[str] | None if several else hint, option],
+    )
 
-    given = {name: options[name] for name in ("api", "policy", "relaxed", "destructive", "deadline", "device")}
-    for name, known in (("api", ("A", "B")), ("policy", ("upstream", "legal")), ("device", ("cpu", "cuda"))):
-        if given[name] is not None:
-            one_of(f"--{name}", given[name], known)
+
+def _hidden(name: str) -> inspect.Parameter:
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[str | None, typer.Option(spelled(name), hidden=True)],
+    )
+
+
+def note(text: str) -> None:
+    """Say something beside the output, which may be read by a machine."""
+    Console(stderr=True).print(f"moonep-validate: {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def job_of(options: Options) -> Job:
+    """The job of a command."""
+    from moonep_validate.pipeline.make import make_job
+
     with console.status("starting"):
-        return make_job(
-            options["moonep_module"],
-            faults=options["fault"] or (),
-            subject=options["subject"],
-            path=options["sglang_path"],
-            waivers="" if options["waivers"] == "none" else options["waivers"],
-            experts=options["experts"],
-            world=options.get("world"),
-            keep=options.get("record", "full"),
-            **given,
-        )
+        return make_job(options)
 
 
 def one_of(option: str, value: str, known: Iterable[str]) -> None:

@@ -10,17 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moonep_validate.cases.case import Case, CaseError
-from moonep_validate.doors.cli.options import (
-    NO_OPTIONS,
-    DeadlineOption,
-    DeviceOption,
-    FaultOption,
-    RanksOption,
-    WorldOption,
-    console,
-    job_of,
-    one_of,
-)
+from moonep_validate.doors.cli.options import console, job_of, one_of, takes
+from moonep_validate.pipeline.options import Options
 
 if TYPE_CHECKING:
     from moonep_validate.doors.report.files import OutputFolder
@@ -58,16 +49,12 @@ def joined(command: str | None, job: Job, cases: list[Case], folder: Callable[[]
     return join(job, cases, folder)
 
 
+@takes("world", "ranks", "device", "fault", "deadline")
 def races(
-    context: typer.Context,
+    options: Options,
     seconds: Annotated[float, typer.Option("--time", min=1.0, help="Seconds to run.")] = 60.0,
     seed: Annotated[int, typer.Option(min=0, help="Where to start; a seed is the same schedule again.")] = 0,
     seeds: Annotated[int | None, typer.Option(min=1, help="Stop after so many seeds.")] = None,
-    world: WorldOption = None,
-    ranks: RanksOption = None,
-    device: DeviceOption = None,
-    fault: FaultOption = None,
-    deadline: DeadlineOption = 30.0,
 ) -> None:
     """Run batches in flight at a time in seeded orders and delays: does any schedule break the reference?"""
     from moonep_validate.doors.report.summary import Summary
@@ -75,8 +62,8 @@ def races(
     from moonep_validate.pipeline.selection import too_few_gpus
     from moonep_validate.studies import races as seeded
 
-    job = job_of({**NO_OPTIONS, **context.params})
-    ranks = ranks or (2 if device == "cuda" else None)
+    job = job_of(options)
+    ranks = options.ranks or (2 if options.device == "cuda" else None)
     if reason := too_few_gpus(job, ranks or 1):
         raise CaseError(reason)
     lines = seeded.cases(seed, ranks)

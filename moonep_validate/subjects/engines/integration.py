@@ -76,6 +76,9 @@ class Integration(Protocol):
     Attributes:
         name: what the command line calls it.
         rounds: rounding points of its BF16 experts beyond the reference (``ROUNDS`` of oracle/arithmetic.py).
+
+    It may also declare ``package``, the importable package of the engine where that is not ``name``, and
+    ``generations``, the API generations of MoonEP that it calls, by default ``("A",)``.
     """
 
     name: str

@@ -57,6 +57,33 @@ def integration(engine: str) -> Integration:
     return made
 
 
+def package(engine: str) -> str:
+    """The importable package of an engine: the ``package`` that its integration declares, else its ``name``.
+
+    Raises:
+        CaseError: see ``integration``.
+    """
+    made = integration(engine)
+    return str(getattr(made, "package", made.name))
+
+
+def generations(engine: str) -> tuple[str, ...]:
+    """The API generations of MoonEP that an engine calls: the ``generations`` of its integration, else A.
+
+    Raises:
+        CaseError: if it declares others than A and B; else see ``integration``.
+    """
+    declared = tuple(getattr(integration(engine), "generations", ("A",)))
+    if not declared or not set(declared) <= {"A", "B"}:
+        raise CaseError(f"--subject {engine}: its integration declares generations {declared}; known: A, B")
+    return declared
+
+
+def on_device(device: str) -> dict[str, str]:
+    """Variables that tell workers of another device than the CPU."""
+    return {DEVICE: device} if device != "cpu" else {}
+
+
 def environment(engine: str, path: str | None, device: str) -> dict[str, str]:
     """Variables of the workers: the import path, with our stand-in where no real ``moonep`` is installed."""
     shim = [] if importlib.util.find_spec("moonep") else [str(_SHIM)]
@@ -116,12 +143,18 @@ def mismatch(engine: str, begun: Started, buffer: type) -> str | None:
 
 
 def engine_subject(
-    engine: str, moonep: Part | None, part: Part | None, not_run: str | None, device: str
+    engine: str,
+    calls: tuple[str, ...],
+    moonep: Part | None,
+    part: Part | None,
+    not_run: str | None,
+    device: str,
 ) -> Subject:
     """A serving engine's MoE layer.
 
     Args:
         engine: its name.
+        calls: the API generations of MoonEP that it calls.
         moonep, part: what stands behind ``moonep`` and the engine; None if it cannot run.
         not_run: why it cannot run here, or None.
         device: ``cpu`` or ``cuda``.
@@ -131,8 +164,10 @@ def engine_subject(
     def supports(case: Case) -> str | None:
         if not_run:
             return not_run
-        if case.generation != "A":
-            return f"gen{case.generation}: taps on an engine know MoonEP's generation A; use genA"
+        if case.generation not in calls:
+            return f"gen{case.generation}: {engine} calls MoonEP's generation {calls[0]}; use gen{calls[0]}"
+        if case.generation not in tap.GENERATIONS:
+            return f"gen{case.generation}: taps on an engine know MoonEP's generation A only; use genA"
         if "buffer" in SCENARIOS[case.scenario.name].needs:
             return f"the scenario {case.scenario} calls a Buffer by itself; an engine has no such door"
         if case.model.name != "moe":
@@ -143,11 +178,10 @@ def engine_subject(
     cpu = "ranks were CPU processes with gloo" if device == "cpu" else "one GPU a rank"
     return Subject(
         name=engine,
-        world="processes",
         supports=supports,
         open=lambda rig: _open(engine, rig, device),
         parts=_parts(moonep or nothing, part or nothing),
-        generations=("A",),
+        generations=calls,
         proves=f"the MoE layer of {engine} {part.version if part else ''} is right on these cases",
         leaves_open=f"{cpu}{ours}; router, attention and scheduling of the engine did not run",
     )

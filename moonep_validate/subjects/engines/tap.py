@@ -163,6 +163,8 @@ current: Tap | None = None
 #: Serial numbers of the Buffers of this process that were built and not destroyed; collection alone is not enough.
 _living: set[int] = set()
 _serial = itertools.count()
+#: API generations whose prefetch the taps can read; see ``Tap.prefetch_weight``.
+GENERATIONS = ("A",)
 _RECORDED = ("dispatch", "prefetch_weight", "combine")
 
 

@@ -1,6 +1,6 @@
-"""What does a module offer? Asked in a process of its own, since importing outside code can do anything.
+"""What is a module? Asked in a process of its own, since importing outside code can do anything.
 
-``python -m moonep_validate.subjects.probe MODULE [A|B]`` prints one JSON object as its last line.
+``python -m moonep_validate.subjects.identify MODULE [A|B]`` prints one JSON object as its last line.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from moonep_validate.subjects.provenance import provenance
 from moonep_validate.trace.trace import Part
 
 SECONDS = 120
-_MARK = "moonep-validate-probe:"
+_MARK = "moonep-validate-identify:"
 
 
-def probe(module: str, api: str | None, policy: str | None, environment: dict[str, str]) -> tuple[str, Part]:
+def identify(module: str, api: str | None, policy: str | None, environment: dict[str, str]) -> tuple[str, Part]:
     """Import a module elsewhere and report what it is.
 
     Args:
