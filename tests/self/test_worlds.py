@@ -174,7 +174,7 @@ def test_faults_are_found_at_the_same_stage_in_processes(fault: str) -> None:
     [
         ({"world": "mars"}, "--world is 'mars'; known: threads, processes"),
         ({"world": "threads", "device": "cuda"}, "on cuda each rank is a process with a GPU of its own"),
-        ({"world": "threads", "module": "json"}, r"code from outside \(json\) runs in processes only"),
+        ({"world": "threads", "moonep_module": "json"}, r"code from outside \(json\) runs in processes only"),
     ],
 )
 def test_worlds_that_do_not_fit_are_refused(options: dict[str, str], message: str) -> None:
