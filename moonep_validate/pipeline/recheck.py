@@ -51,7 +51,7 @@ def skipped(trace: Trace) -> str:
 
 def _reference(trace: Trace) -> Job:
     faults = tuple(parse_fault(text) for text in re.findall(r"--fault (\S+)", trace.reproducer))
-    return Job(faults=faults, keep=trace.keep)
+    return Job(faults=faults, recording=trace.keep)
 
 
 def _difference(trace: Trace, due: Trace) -> str:

@@ -39,7 +39,7 @@ def record(job: Job, case: Case) -> Trace:
 
     A rank that raises, hangs or ends is data in the trace, never an exception here.
     """
-    trace, subject = open_trace(job, case), job.subject
+    trace = open_trace(job, case)
     trace.calls = [[] for _ in range(case.R)]
     if reason := refused(job, case):
         trace.not_run = reason
@@ -50,7 +50,7 @@ def record(job: Job, case: Case) -> Trace:
 
 def refused(job: Job, case: Case) -> str | None:
     """Why a job does not run a case here, or None."""
-    return subject_of(job).supports(case) or _needs_gpu(job, case) or too_few_gpus(job, case.R)
+    return job.subject.supports(case) or _needs_gpu(job, case) or too_few_gpus(job, case.R)
 
 
 def _needs_gpu(job: Job, case: Case) -> str | None:

@@ -227,7 +227,7 @@ def test_a_pipe_in_the_place_of_a_trace_does_not_block(cli: Cli, out: Path) -> N
 
 def test_inputs_hold_for_every_recording_amount() -> None:
     for keep in ("plan", "digest", "columns:3"):
-        trace = record(Job(keep=keep), Case.parse(CASE))
+        trace = record(Job(recording=keep), Case.parse(CASE))
         assert recheck(trace) == "", keep
         changed = next(call for call in trace.calls[1] if call.op == "dispatch")
         changed.tensors["topk_ids"] = torch.zeros_like(changed.tensors["topk_ids"])
