@@ -56,7 +56,8 @@ class Call:
             ``combine``, ``layer``, ``reduce``, ``refusal``, ``close`` or ``buffers``; with the model k3 also
             ``router``, ``latent``, ``norm``, ``shared`` and ``output``.
         tensors: what is kept of inputs and outputs; copies, on their device until ``settle``.
-        info: JSON data.
+        info: JSON data; under ``forms`` what ``form_of`` says of each tensor, under ``inputs`` which inputs were
+            compared before and after, and under ``changed`` which of them the call changed.
         error: ``{"type", "message", "where", "peer"}`` if the call raised; ``peer`` says that it only stopped
             because of another rank.
         done: whether it returned or raised; a call that did neither is where a rank hung.
@@ -72,51 +73,70 @@ class Call:
     done: bool = False
     policy: Keep = _FULL
     later: list[Callable[[], None]] = field(default_factory=list)
+    _held: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     def put(self, **tensors: Tensor | None) -> None:
-        """Keep a copy of each tensor that is not None, made in the order of the current stream.
+        """Keep a copy of each tensor that is not None, made in the order of the current stream, and its form.
 
         Raises:
             ValueError: for a tensor without data; later on it would be the next call that fails.
         """
+        self.note(**tensors)
         for name, tensor in tensors.items():
             if tensor is not None:
-                if tensor.is_meta:
-                    raise ValueError(f"{name} is a meta tensor: it holds no data")
-                for part, kept in self.policy.of(name, tensor.detach()).items():
-                    # what indexing made is a copy already
-                    copied = kept is not tensor and kept.data_ptr() != tensor.data_ptr()
-                    self.tensors[part] = kept if copied else kept.clone(memory_format=torch.contiguous_format)
+                self.tensors |= self._copied(name, tensor)
 
     def keep(self, **tensors: Tensor) -> None:
-        """Keep tensors that nothing changes afterwards, without a copy."""
+        """Keep tensors that nothing changes afterwards, without a copy, and their form."""
+        self.note(**tensors)
         for name, tensor in tensors.items():
             self.tensors |= self.policy.of(name, tensor.detach())
 
     def whole(self, **tensors: Tensor | None) -> None:
-        """Keep small tensors, which nothing changes afterwards, whatever the policy is."""
+        """Keep small tensors, which nothing changes afterwards, whatever the policy is; parts of others."""
         self.tensors |= {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
 
     def note(self, **tensors: Tensor | None) -> None:
-        """Keep what a copy may lose: whether each tensor is contiguous, its device, and its form."""
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                layout = {"contiguous": tensor.is_contiguous(), "device": tensor.device.type}
-                form = [*tensor.shape, str(tensor.dtype).removeprefix("torch.")]
-                self.info.setdefault("layout", {})[name] = {**layout, "form": form}
+        """Note the form of each tensor, which a copy loses: see ``form_of``."""
+        forms = self.info.setdefault("forms", {})
+        forms |= {name: form_of(tensor) for name, tensor in tensors.items() if tensor is not None}
 
-    def unchanged(self, **tensors: Tensor | None) -> None:
-        """Note which tensors no longer hold the bits that ``put`` kept under their names."""
+    def hold(self, **inputs: Tensor | None) -> None:
+        """Remember inputs that are not kept until ``unchanged`` asks for them."""
+        for name, tensor in inputs.items():
+            if tensor is not None and name not in self.tensors:
+                self._held[name] = self._copied(name, tensor)
+
+    def _copied(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """What the policy keeps of a tensor, in memory of its own."""
+        if tensor.is_meta:
+            raise ValueError(f"{name} is a meta tensor: it holds no data")
+        copies = {}
+        for part, kept in self.policy.of(name, tensor.detach()).items():
+            # what indexing made is a copy already
+            copied = kept is not tensor and kept.data_ptr() != tensor.data_ptr()
+            copies[part] = kept if copied else kept.clone(memory_format=torch.contiguous_format)
+        return copies
+
+    def unchanged(self, **inputs: Tensor | None) -> None:
+        """Note which inputs were compared with what ``put`` or ``hold`` had of them, and which differ now."""
+        compared: list[str] = self.info.setdefault("inputs", [])
         changed: list[str] = self.info.setdefault("changed", [])
-        for name, tensor in tensors.items():
-            if tensor is not None and name in self.tensors:
-                for part, now in self.policy.of(name, tensor.detach()).items():
-                    before = self.tensors[part]
-                    if not before.is_cuda:
-                        changed += [] if same_bits(before, now.cpu()) else [name]
-                    else:  # the answer is not waited for
-                        self._ask_later(name, (bits(before) != bits(now)).any(), changed)
-        changed[:] = dict.fromkeys(changed)
+        for name, tensor in inputs.items():
+            before = self._held.pop(name, self.tensors)
+            if tensor is None or name not in before:
+                continue
+            for part, now in self.policy.of(name, tensor.detach()).items():
+                compared += [name] * bool(now.numel())
+                was = before.get(part)
+                if was is None or (was.shape, was.dtype, was.device) != (now.shape, now.dtype, now.device):
+                    changed.append(name)
+                elif not was.is_cuda:
+                    changed += [] if same_bits(was, now) else [name]
+                else:  # the answer is not waited for
+                    self._ask_later(name, (bits(was) != bits(now)).any(), changed)
+        for names in (compared, changed):
+            names[:] = dict.fromkeys(names)
 
     def _ask_later(self, name: str, differs: Tensor, changed: list[str]) -> None:
         def answer() -> None:
@@ -384,6 +404,17 @@ def _tensors(data: bytes) -> dict[str, Tensor]:
     if empty > MAX_EMPTY:
         raise SchemaError(f"its empty tensors would have {empty} elements, the limit is {MAX_EMPTY}")
     return tensors
+
+
+def form_of(tensor: Tensor) -> dict[str, Any]:
+    """The form of a tensor as JSON data: ``shape``, ``dtype``, ``device`` (its type), ``contiguous``."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {
+        "shape": list(tensor.shape),
+        "dtype": dtype,
+        "device": tensor.device.type,
+        "contiguous": tensor.is_contiguous(),
+    }
 
 
 def bits(tensor: Tensor) -> Tensor:
