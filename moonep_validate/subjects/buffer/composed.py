@@ -209,7 +209,6 @@ class ComposedSession:
             call.put(rows=sent.rows, row_weights=sent.row_weights, cu_seqlens=sent.cu_seqlens)
             call.put(**self.plan_tensors(sent.plan))
             call.unchanged(hidden=batch.hidden, topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
-            call.note(rows=sent.rows, row_weights=sent.row_weights, cu_seqlens=sent.cu_seqlens, dst=sent.plan.dst)
             view = getattr(self.buffer, "hidden_nvsh_buffer_view", None)
             call.info["is_view"] = None if view is None else sent.rows.data_ptr() == view.data_ptr()
             self._note_leases(call)
@@ -272,7 +271,8 @@ class ComposedSession:
             with self._leased(step, sent, slots=True):
                 out: Tensor = self._compute(call, sent)
             self._note_leases(call)
-        self.rig.poison_padding(out, sent.end, sent.plan.zero_fill_ranges)
+        if out.shape == sent.rows.shape:  # else the check of its form says so
+            self.rig.poison_padding(out, sent.end, sent.plan.zero_fill_ranges)
         return sent.rows.copy_(out) if in_place else out
 
     def _compute(self, call: Call, sent: GroupedRows) -> Tensor:
@@ -282,10 +282,11 @@ class ComposedSession:
         call.info["decoded"] = experts.decodes(self.rig.experts, self.case)
         call.put(**inputs if call.policy.full else {"cu_seqlens": sent.cu_seqlens})
         out: Tensor = self._experts(sent.rows, sent.row_weights, sent.cu_seqlens, list(weights.values()))
+        call.note(**inputs, out=out)
         if call.policy.full:
             call.put(out=out)
             call.unchanged(**inputs)
-        elif call.policy.reaches("columns"):
+        elif call.policy.reaches("columns") and out.shape == sent.rows.shape:
             _put_sample(call, sent, weights, out)
         return out
 
@@ -364,7 +365,6 @@ class ComposedSession:
                 self._wait(out[2])
             call.put(topk_weights=out[1])
             call.keep(hidden=out[0])
-            call.note(hidden=out[0])
             if flags.get("zero_copy"):
                 call.put(after_rows=rows)
             if not flags.get("zero_copy"):

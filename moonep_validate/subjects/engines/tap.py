@@ -95,7 +95,6 @@ class Tap:
             call.put(rows=rows, row_weights=row_weights, cu_seqlens=cu_seqlens)
             call.put(**{name: getattr(plan, name) for name in PLAN_FIELDS})
             call.unchanged(hidden=hidden, topk_ids=ids, topk_weights=weights)
-            call.note(rows=rows, row_weights=row_weights, cu_seqlens=cu_seqlens, dst=plan.dst)
         self.sent = Dispatched(rows, row_weights, cu_seqlens, plan)
         self.rig.poison(rows[self.sent.end :])
         return out
@@ -153,7 +152,6 @@ class Tap:
             call.put(rows=hidden_nvsh, row_weights=route_weights_nvs)
             out = self._around("buffer.combine", function)(plan, hidden_nvsh, route_weights_nvs, **flags)
             call.put(hidden=out[0], topk_weights=out[1])
-            call.note(hidden=out[0])
             call.unchanged(rows=hidden_nvsh)
         return out
 
