@@ -15,10 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moonep_validate.cases.case import Case
+from moonep_validate.cases.case import Case, buffer_rows
 from moonep_validate.cases.layout import Bools, Ints, Layout
+from moonep_validate.judge.forms import Called, Misfit, expected, misfits
 from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.oracle.plan import Plan
+from moonep_validate.trace.keep import DIGEST, Keep
 from moonep_validate.trace.trace import Call, Relation, Trace
 
 
@@ -28,6 +30,10 @@ class Missing(LookupError):
 
 class Absent(Missing):
     """A tap of an operation that no rank called in this step: what needs it does not apply."""
+
+
+class Malformed(Missing):
+    """A tap of another form than promised: its values are compared with nothing; the check of forms says so."""
 
 
 class Undecided(LookupError):
@@ -47,6 +53,7 @@ class Step:
         self.trace, self.name, self.siblings = trace, name, {} if siblings is None else siblings
         self.case: Case = trace.case
         self._taps: dict[tuple[str, str], Tensor] = {}
+        self._misfits: dict[tuple[str, int], Mapping[str, Misfit]] = {}
         self.oracle_plan: Plan | None = None  # filled by the first check that asks
         self._calls: list[Mapping[str, Call]] = [
             {call.op: call for call in calls if call.step == name} for calls in trace.calls
@@ -69,6 +76,14 @@ class Step:
         loads = [call for call in self.trace.calls[rank] if call.op == "load" and call.info.get("layer") == layer]
         return loads[0] if loads else None
 
+    def recorded(self, op: str, rank: int) -> bool:
+        """Whether a rank made a call of which anything is known; of a lost rank nothing is."""
+        try:
+            call = self.call(op, rank)
+        except Missing:
+            return False
+        return bool(call.tensors or call.info.get("forms") or (call.done and not call.error))
+
     def calls(self, op: str) -> list[Call]:
         """The calls of all ranks, in rank order."""
         return [self.call(op, rank) for rank in range(self.case.R)]
@@ -90,18 +105,37 @@ class Step:
 
         Raises:
             Missing: if the rank did not record it.
+            Malformed: if it has not the promised shape and dtype, or is not what the recorder noted.
         """
         call = self.call(op, rank)
         if name not in call.tensors:
             reason = f" ({call.error['type']}: {call.error['message']})" if call.error else ""
             raise Missing(f"rank {rank} has no {op}.{name} in step {self.name!r}{reason}")
+        misfit = self.misfits(op, rank).get(name.removesuffix(DIGEST))
+        if misfit and not misfit.usable:
+            raise Malformed(f"rank {rank}: {op}.{name} is {misfit.actual}; promised is {misfit.expected}")
         return call.tensors[name]
+
+    def misfits(self, op: str, rank: int) -> Mapping[str, Misfit]:
+        """The tensors of one rank's call that have not the promised form."""
+        if (op, rank) not in self._misfits:
+            call, layout = self.call(op, rank), self._layout_on(rank)
+            noted = call.info.get("forms", {})
+            called = Called(self.case, layout, self._rows(layout), self.by_engine, call.info, noted)
+            keep = Keep.parse(self.trace.keep)
+            self._misfits[op, rank] = misfits(op, expected(op, called), call, keep)
+        return self._misfits[op, rank]
+
+    def noted(self, op: str, name: str) -> dict[int, Mapping[str, Any]]:
+        """The noted form of a tensor by rank, of those that recorded it."""
+        forms = {rank: calls[op].info.get("forms", {}) for rank, calls in enumerate(self._calls) if op in calls}
+        return {rank: form[name] for rank, form in forms.items() if name in form}
 
     def tap(self, op: str, name: str) -> Tensor:
         """One recorded tensor of all ranks: ``[R, ...]``; shared by all checks, so not to be changed.
 
         Raises:
-            Missing: if a rank did not record it.
+            Missing: if a rank did not record it, or has another form of it, see ``one``.
         """
         if (op, name) in self._taps:
             return self._taps[op, name]
@@ -144,17 +178,35 @@ class Step:
         Raises:
             Missing: if the ranks dispatched different numbers of tokens.
         """
+        layouts = {self._layout_on(rank) for rank in self.noted("dispatch", "hidden")}
+        if len(layouts) > 1:
+            sizes = sorted(layout.S for layout in layouts)
+            raise Missing(f"the ranks dispatched different numbers of tokens: {sizes}")
+        return layouts.pop() if layouts else self._layout_on(0)
+
+    @cached_property
+    def by_engine(self) -> bool:
+        """Whether an engine made the calls; a session of a Buffer says with how many slots it was opened."""
+        infos = [calls["dispatch"].info for calls in self._calls if "dispatch" in calls]
+        return bool(infos) and not any("slots" in info for info in infos)
+
+    def _layout_on(self, rank: int) -> Layout:
+        """The geometry of one rank: what its caller asked for, whatever came of it."""
         layout = Layout.of(self.case)
-        opened = self._calls[0]["dispatch"].info.get("slots") if "dispatch" in self._calls[0] else None
-        if opened is not None and opened != layout.num_slots:
+        infos = [calls["dispatch"].info for calls in self._calls if "dispatch" in calls]
+        opened = next((info["slots"] for info in infos if "slots" in info), layout.num_slots)
+        if opened != layout.num_slots:
             layout = replace(layout, slots=opened)
-        given = [calls["dispatch"].tensors.get("hidden") for calls in self._calls if "dispatch" in calls]
-        if not given or any(tensor is None for tensor in given):
-            return layout
-        sizes = {len(tensor) for tensor in given if tensor is not None}
-        if len(sizes) > 1:
-            raise Missing(f"the ranks dispatched different numbers of tokens: {sorted(sizes)}")
-        return replace(layout, S=sizes.pop())
+        asked = self.noted("dispatch", "hidden").get(rank) if self.by_engine else None
+        return replace(layout, S=asked["shape"][0]) if asked and asked["shape"] else layout
+
+    def _rows(self, layout: Layout) -> int:
+        """NvS of a geometry; whether it is rounded up is the build's choice, if all ranks choose alike."""
+        steps = [self] if "dispatch" in self.ops() else list(self.siblings.values())
+        got = {form["shape"][0] for step in steps for form in step.noted("dispatch", "rows").values()}
+        sizes = (layout.R, layout.E, layout.K, layout.S, layout.pad)
+        legal = {buffer_rows(generation, *sizes) for generation in ("A", "B")}
+        return got.pop() if len(got) == 1 and got <= legal else layout.num_rows
 
     @cached_property
     def real(self) -> Bools:
@@ -180,8 +232,8 @@ class Step:
 
     @cached_property
     def num_rows(self) -> int:
-        """NvS of the build, from the rows it returned (its rounding is the build's choice)."""
-        return self.tap("dispatch", "rows").shape[1]
+        """NvS of the build."""
+        return self._rows(self.layout)
 
     @cached_property
     def rank_of(self) -> Ints:

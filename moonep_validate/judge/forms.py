@@ -1,7 +1,8 @@
 """Which form has each tensor of each call? One table: operation -> tensor -> shape, dtype, device, contiguity.
 
-Shapes follow from the case, the layout and what the call was (docs/contract.md, Plan fields and Buffer); data never
-matter. Memory that a caller owns, as pools of weights, may be strided; what a Buffer or the experts return may not.
+Shapes follow from the case, the layout and what the call was (docs/contract.md, Plan fields and Buffer); data
+never matter. Memory that a caller owns, as pools of weights, may be strided; what a Buffer or the experts return
+may not.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 from moonep_validate.cases.case import Case
 from moonep_validate.cases.layout import Layout
 from moonep_validate.data.k3 import model_width
-from moonep_validate.data.problem import packed_shapes, projection_shapes, stored_dtype, stored_shapes
+from moonep_validate.data.problem import packed_weights, projection_shapes, stored_dtype, stored_shapes
+from moonep_validate.trace.keep import DIGEST, Keep
+from moonep_validate.trace.trace import Call, form_of
 
 Shape = tuple[int, ...]
 Forms = dict[str, "Form"]
@@ -22,6 +25,8 @@ Forms = dict[str, "Form"]
 _PACKED = ("packed", "pools")
 _ASKED = ("hidden", "topk_ids", "topk_weights", "tokens_per_expert")
 _PAYLOAD = ("rows", "row_weights")
+#: Which rows of the experts were kept, where not all are.
+_SAMPLE = ("sample", "sample_group")
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,72 @@ def expected(op: str, call: Called) -> Forms:
     return _TABLE[op](call) if op in _TABLE else {}
 
 
+@dataclass(frozen=True)
+class Misfit:
+    """A tensor that has not the promised form.
+
+    Attributes:
+        expected, actual: both forms as text.
+        usable: whether shape and dtype are right all the same, so that its values can be compared.
+    """
+
+    expected: str
+    actual: str
+    usable: bool = False
+
+
+def misfits(op: str, promised: Forms, call: Call, keep: Keep) -> dict[str, Misfit]:
+    """The tensors of a call that have another form than promised, or were kept in another form than noted."""
+    noted = call.info.get("forms", {})
+    names = [*promised, *noted, *(name.removesuffix(DIGEST) for name in call.tensors)]
+    found = {name: _misfit(op, promised.get(name), name, call, keep) for name in dict.fromkeys(names)}
+    return {name: misfit for name, misfit in found.items() if misfit}
+
+
+def _misfit(op: str, form: Form | None, name: str, call: Call, keep: Keep) -> Misfit | None:
+    noted = call.info.get("forms", {}).get(name)
+    if noted is None:
+        return _unnoted(op, form, name, call)
+    said = Form(tuple(noted["shape"]), noted["dtype"], noted["device"], noted["contiguous"])
+    if form is None:
+        return Misfit("no such tensor", str(said))
+    right = (said.shape, said.dtype) == (form.shape, form.dtype)
+    if not right or form.device not in (None, said.device) or (form.contiguous and not said.contiguous):
+        return Misfit(str(form), _against(form, said), usable=right)
+    for part, (shape, dtype) in _kept(op, name, form, call, keep).items():
+        held = form_of(call.tensors[part]) if part in call.tensors else None
+        if held is None or (tuple(held["shape"]), held["dtype"]) != (shape, dtype):
+            got = f"{held['dtype']} {held['shape']}" if held else "nothing"
+            return Misfit(f"{dtype} {list(shape)} in the trace, as its noted form says", got)
+    return None
+
+
+def _unnoted(op: str, form: Form | None, name: str, call: Call) -> Misfit | None:
+    """A tensor whose form was not noted: it was not returned, or somebody else put it into the trace."""
+    if name in call.tensors and not (op == "experts" and name in _SAMPLE):
+        return Misfit(str(form) if form else "no such tensor", "a tensor whose form was not noted")
+    missed = form is not None and form.needed and call.done and not call.error
+    return Misfit(str(form), "nothing") if missed else None
+
+
+def _against(form: Form, said: Form) -> str:
+    """A noted form in the words of the promised one."""
+    where = f" on {said.device}" if form.device else ""
+    layout = f", {'' if said.contiguous else 'not '}contiguous" if form.contiguous else ""
+    return f"{said.dtype} {list(said.shape)}{where}{layout}"
+
+
+def _kept(op: str, name: str, form: Form, call: Call, keep: Keep) -> dict[str, tuple[Shape, str]]:
+    """What of a tensor must be in the trace, by name; of experts some rows at most, unless all is kept."""
+    if op != "experts" or keep.full or name in ("cu_seqlens", "valid"):
+        return keep.forms(name, form.shape, form.dtype)
+    if "sample" not in call.tensors:
+        return {}
+    groups = call.tensors["sample_group"]
+    count = len(groups.unique()) if name.startswith("weight_") else len(call.tensors["sample"])
+    return {name: ((count, *form.shape[1:]), form.dtype)}
+
+
 def _dispatch(c: Called) -> Forms:
     S, K, E, R, groups = c.layout.S, c.layout.K, c.layout.E, c.layout.R, c.layout.num_groups
     here = c.device("hidden")
@@ -118,7 +189,7 @@ def _load(c: Called) -> Forms:
 
 
 def _prefetch(c: Called) -> Forms:
-    shapes = packed_shapes(c.case) if c.case.scenario.name in _PACKED else stored_shapes(c.case)
+    shapes = _prefetched(c.case)
     lengths = {"local_": c.layout.experts_per_rank, "before_": c.layout.num_slots, "slot_": c.layout.num_slots}
     forms = {"experts_to_copy": Form((c.layout.R, c.layout.num_slots), "int32", contiguous=True)}
     for prefix, length in lengths.items():
@@ -128,6 +199,13 @@ def _prefetch(c: Called) -> Forms:
             if prefix + name in c.noted:
                 forms |= _weights(c, prefix, length, {name: shapes[name]})
     return forms
+
+
+def _prefetched(case: Case) -> Mapping[str, Shape]:
+    """Shape of one expert's tensors as prefetch moves them."""
+    if case.scenario.name in _PACKED:
+        return {name: shape for name, (shape, _) in packed_weights(case).items()}
+    return stored_shapes(case)
 
 
 def _weights(c: Called, prefix: str, length: int, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Form]]:

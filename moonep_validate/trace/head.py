@@ -88,6 +88,16 @@ class _Error:
 
 
 @dataclass(frozen=True)
+class _Form:
+    """The form of a tensor when it was recorded, see ``trace.form_of``."""
+
+    shape: list[Annotated[int, Within(0, MAX_AXIS)]]
+    dtype: str
+    device: str
+    contiguous: bool
+
+
+@dataclass(frozen=True)
 class _Info:
     """JSON data of a call that the judge reads; there may be more."""
 
@@ -98,7 +108,8 @@ class _Info:
     living: int | None = None
     changed: list[str] | None = None
     leases: list[dict[str, Any]] | None = None
-    layout: dict[str, dict[str, Any]] | None = None
+    inputs: list[str] | None = None
+    forms: dict[str, _Form] | None = None
     what: str | None = None
     wanted: str | None = None
     raised: str | None = None

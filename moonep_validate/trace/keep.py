@@ -72,8 +72,7 @@ class Keep:
 
         Rows are two axes of BF16, expert weights three axes of anything but integers wider than a byte.
         """
-        rows = tensor.dim() == 2 and tensor.element_size() == 2
-        weights = tensor.dim() == 3 and tensor.element_size() < 4
+        rows, weights = _rows_or_weights(tensor.dim(), tensor.element_size())
         if self.full or not (rows or weights):
             return {name: tensor}
         if self.level == "plan":
@@ -81,6 +80,24 @@ class Keep:
         if self.level == "digest" or weights:
             return {name: digest(tensor)}
         return {name: tensor[:, chosen_columns(tensor.shape[1], self.columns)], name + DIGEST: digest(tensor)}
+
+    def forms(self, name: str, shape: tuple[int, ...], dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of each tensor that ``of`` keeps of one with this shape and dtype."""
+        rows, weights = _rows_or_weights(len(shape), getattr(torch, dtype).itemsize)
+        if self.full or not (rows or weights):
+            return {name: (shape, dtype)}
+        if self.level == "plan":
+            return {name: ((*shape[:-1], 0), dtype)}
+        hashes = (shape[0], *[1] * weights, 2), "int64"
+        if self.level == "digest" or weights:
+            return {name: hashes}
+        columns = len(chosen_columns(shape[1], self.columns))
+        return {name: ((shape[0], columns), dtype), name + DIGEST: hashes}
+
+
+def _rows_or_weights(axes: int, element_size: int) -> tuple[bool, bool]:
+    """Whether a tensor holds rows, and whether it holds expert weights."""
+    return axes == 2 and element_size == 2, axes == 3 and element_size < 4
 
 
 @lru_cache(maxsize=64)

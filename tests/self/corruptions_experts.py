@@ -7,10 +7,6 @@ from moonep_validate.trace.trace import Trace
 from tests.self.corruptions import Corruption, call, info, tensor
 
 
-def expert_rows_of_float32(trace: Trace) -> None:
-    call(trace, "experts").tensors["out"] = tensor(trace, "experts", "out").float()
-
-
 def scale_of_a_slot(trace: Trace) -> None:
     tensor(trace, "prefetch", "slot_down_scale")[0, 7, 1] += 1
 
@@ -35,7 +31,6 @@ POOLS_A, POOLS_B = (Case.parse(f"gen{g}+R3+E12+K3+S7+H24+I8+hot:1+pools") for g 
 GROUPED = Case.parse("genB+R2+E6+K2+S7+H32+I64+pad5+mxfp4+grouped")
 EXPERTS = [
     Corruption("P2", "experts", "what experts changed of its inputs", info("experts", "changed", ["rows"])),
-    Corruption("P3", "experts", "shape and dtype of the expert output", expert_rows_of_float32),
     Corruption("W1", "prefetch", "down_scale weight", scale_of_a_slot, MXFP4),
     Corruption(
         "W6", "prefetch", "up_scale weight bits at rank 1, expert 6, weight row 7", scale_of_a_row, POOLS_A

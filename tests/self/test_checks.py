@@ -15,11 +15,12 @@ from moonep_validate.pipeline.judge import judge
 from moonep_validate.trace.trace import Part, Trace
 from tests.self.corruptions import CORRUPTIONS, EQUAL_LOADS, Corruption, call, moved_without_need, results, tensor
 from tests.self.corruptions_experts import EXPERTS
+from tests.self.corruptions_forms import FORMS
 from tests.self.corruptions_moved import MOVED
 
 
 @pytest.mark.parametrize(
-    "corruption", CORRUPTIONS + EXPERTS + MOVED, ids=lambda c: f"{c.check}-{c.change.__name__}"
+    "corruption", CORRUPTIONS + EXPERTS + FORMS + MOVED, ids=lambda c: f"{c.check}-{c.change.__name__}"
 )
 def test_corruption_is_caught_at_its_stage(corruption: Corruption, recorded: Callable[..., Trace]) -> None:
     clean = judge(recorded(corruption.case))
@@ -37,7 +38,7 @@ def test_corruption_is_caught_at_its_stage(corruption: Corruption, recorded: Cal
 
 
 def test_every_check_has_a_negative_control() -> None:
-    assert {c.check for c in CORRUPTIONS + EXPERTS + MOVED} == set(CHECKS)
+    assert {c.check for c in CORRUPTIONS + EXPERTS + FORMS + MOVED} == set(CHECKS)
 
 
 def test_every_record_has_a_word_and_a_sentence_for_users() -> None:

@@ -295,7 +295,7 @@ FOUND_BY = {
     "InvalidIdsWeighted": ("invalid_ids", "failed", "prepare", "I2", "dispatched route weight bits at rank 0, token 0, k 0: expected 0 "),
     "PadsNotCounted": ("tokens:5,11", "failed", "prepare", "I3", "tokens_per_expert at rank 0, expert 0: expected 2"),
     "OwnCapacity": ("tokens:3,16", "failed", "life", "F1", "ranks construct different Buffers"),
-    "OwnCapacityOfSeveral": ("tokens:3,16", "failed", "prepare", "I4", "against rank 0 at rank 1: expected 4, got 16"),
+    "OwnCapacityOfSeveral": ("tokens:3,16", "failed", "prepare", "I4", "against most ranks at rank 1: expected 4, got 16"),
     "WeightTwice": ("hot:5", "failed", "experts", "P1", "expert output at rank 0, row"),
     "WeightNever": ("hot:5", "failed", "experts", "P1", "expert output at rank 0, row"),
     "GeluForSilu": ("fill:real", "failed", "experts", "P1", "expert output at rank 0, row 0"),

@@ -74,7 +74,7 @@ BAD = {
     ),
     "wrong_shape": (
         "    def dispatch(self, *a, **k):\n        r = super().dispatch(*a, **k)\n        return (r[0][:-1], *r[1:])\n",
-        ("failed", "plan", "O1", "row_weights at rank 0"),
+        ("failed", "dispatch", "O4", "form of dispatch.rows at rank 0"),
     ),
     "wrong_dtype": (
         "    def dispatch(self, *a, **k):\n        r = super().dispatch(*a, **k)\n"
@@ -83,13 +83,18 @@ BAD = {
             "failed",
             "plan",
             "O1",
-            "shape and dtype of cu_seqlens at rank 0: expected (8, 'int32'), got (8, 'int64')",
+            "form of dispatch.cu_seqlens at rank 0: expected int32 [8] on cpu, contiguous, got int64 [8] on cpu",
         ),
     ),
     "plan_not_contiguous": (
         "    def dispatch(self, *a, **k):\n        r = super().dispatch(*a, **k)\n"
         "        return (*r[:3], replace(r[3], dst=r[3].dst.repeat_interleave(2)[::2]))\n",
-        ("failed", "plan", "O1", "dst contiguous at rank 0: expected True, got False"),
+        (
+            "failed",
+            "plan",
+            "O1",
+            "form of dispatch.dst at rank 0: expected int32 [10] on cpu, contiguous, got int32 [10] on cpu, not",
+        ),
     ),
     "other_device": (
         "    def dispatch(self, *a, **k):\n        r = super().dispatch(*a, **k)\n        return (r[0].to('meta'), *r[1:])\n",

@@ -25,6 +25,7 @@ from moonep_validate.trace.keep import Keep
 from moonep_validate.trace.trace import Trace, bits, same_bits
 
 _MODULES = (
+    "form",
     "life",
     "history",
     "adapter",
@@ -101,7 +102,7 @@ def differ(what: str, expected: Any, actual: Any, place: Place, bad: Any = None)
         The number of elements, and one finding for the first difference if there is any.
     """
     want, got = _array(expected), _array(actual)
-    if bad is not None:
+    if bad is not None and want.ndim == 0:  # one limit, or one word, for all
         want = np.broadcast_to(want, got.shape)
     if want.shape != got.shape:
         return Compared(1, (Finding(f"shape of {what}", {}, str(want.shape), str(got.shape)),))
@@ -119,6 +120,8 @@ def differ_bits(what: str, expected: Tensor, actual: Tensor, place: Place) -> Co
     """Compare raw bits, so that NaN payloads and -0.0 count; values are shown beside them."""
     if same_bits(expected, actual):
         return Compared(expected.numel())
+    if expected.dtype != actual.dtype:  # the same bits mean something else
+        return Compared(1, (Finding(f"dtype of {what}", {}, str(expected.dtype), str(actual.dtype)),))
     compared = differ(f"{what} bits", bits(expected), bits(actual), place)
     if not compared.findings or expected.shape != actual.shape:
         return compared

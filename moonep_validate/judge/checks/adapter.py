@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import mode
 
 import numpy as np
 import torch
 
 from moonep_validate.data.problem import PROJECTIONS
 from moonep_validate.judge.checks import Compared, axes, differ, differ_bits
-from moonep_validate.judge.facts import Absent, Step
+from moonep_validate.judge.facts import Absent, Missing, Step
 from moonep_validate.judge.registry import check
 
 
 def _tokens(s: Step, rank: int) -> int:
-    """Real tokens of a rank, as many as were dispatched at most."""
-    real = int(s.call("layer", rank).info.get("tokens", s.case.S))
-    return min(real, len(s.one("dispatch", rank, "hidden")))
+    """Real tokens of a rank."""
+    return int(s.call("layer", rank).info.get("tokens", s.case.S))
 
 
 @check("I8", "load", needs="full")
@@ -45,6 +45,9 @@ def padded_tokens(s: Step) -> Iterator[Compared]:
         n = _tokens(s, rank)
         at = lambda i: {"rank": rank, "token": i[0], "column": i[1]}  # noqa: B023, E731
         given, sent = s.one("layer", rank, "hidden"), s.one("dispatch", rank, "hidden")
+        if len(sent) < n:
+            yield differ("dispatched tokens", [n], [len(sent)], lambda i: {"rank": rank})  # noqa: B023
+            continue
         yield differ_bits("dispatched token", given[:n], sent[:n], at)
         pads = lambda i: {"rank": rank, "token": n + i[0], "column": i[1]}  # noqa: B023, E731
         for name in ("hidden", "topk_weights"):
@@ -59,6 +62,8 @@ def legal_ids(s: Step) -> Iterator[Compared]:
         n = _tokens(s, rank)
         at = lambda i: {"rank": rank, "token": i[0], "k": i[1]}  # noqa: B023, E731
         ids, got = s.one("layer", rank, "topk_ids")[:n], s.one("dispatch", rank, "topk_ids")
+        if len(got) < n:
+            raise Missing(f"rank {rank} dispatched {len(got)} of {n} tokens: I1")
         valid = (ids >= 0) & (ids < s.case.E)
         illegal = (got < 0) | (got >= s.case.E)
         yield differ(f"dispatched expert id, in 0..{s.case.E - 1}", "legal", got, at, bad=illegal)
@@ -81,8 +86,13 @@ def counted_ids(s: Step) -> Iterator[Compared]:
 @check("I4", "prepare", about_callers=True)
 def same_capacity(s: Step) -> Iterator[Compared]:
     """Every rank dispatches into a Buffer of the same capacity"""
-    got = np.array([len(s.one("dispatch", rank, "hidden")) for rank in range(s.case.R)])
-    yield differ("dispatched tokens, against rank 0", np.full(s.case.R, got[0]), got, axes("rank"))
+    forms = s.noted("dispatch", "hidden")
+    got = [int(form["shape"][0]) if (form := forms.get(rank)) else -1 for rank in range(s.case.R)]
+    if -1 in got:
+        raise Missing(f"rank {got.index(-1)} dispatched nothing in step {s.name!r}")
+    yield differ(
+        "dispatched tokens, against most ranks", np.full(s.case.R, mode(got)), np.array(got), axes("rank")
+    )
 
 
 @check("I6", "prefetch", about_callers=True)

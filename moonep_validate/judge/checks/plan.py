@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import mode
 
 import numpy as np
 
@@ -34,31 +35,6 @@ def _remote(s: Step) -> Bools:
     home = s.layout.home(np.arange(s.case.E))
     remote: Bools = (s.alloc > 0) & (home[:, None] != np.arange(s.case.R))
     return remote
-
-
-@check("O1", "plan")
-def output_form(s: Step) -> Iterator[Compared]:
-    """Outputs of dispatch have the promised shapes and dtypes, and are contiguous"""
-    case, slots = s.case, s.layout.num_slots
-    for rank, call in enumerate(s.calls("dispatch")):
-        rows = len(call.tensors["rows"]) if "rows" in call.tensors else 0
-        wanted = {
-            "rows": (rows, case.H, "bfloat16"),
-            "row_weights": (rows, "float32"),
-            "cu_seqlens": (s.layout.num_groups, "int32"),
-            "dst": (s.layout.capacity, "int32"),
-            "experts_to_copy": (case.R, slots, "int32"),
-            "zero_fill_ranges": (s.layout.num_groups, 2, "int32"),
-            "remote_stats": (2, "int32"),
-        }
-        got = {n: (*call.tensors[n].shape, str(call.tensors[n].dtype)[6:]) for n in wanted if n in call.tensors}
-        if s.trace.keep != "full":  # rows are recorded in part
-            got["rows"] = tuple(call.info["layout"]["rows"]["form"])
-        for name, form in got.items():
-            yield differ(f"shape and dtype of {name}", str(wanted[name]), str(form), lambda i: {"rank": rank})  # noqa: B023
-        for name, layout in call.info.get("layout", {}).items():
-            where = {"rank": rank}
-            yield differ(f"{name} contiguous", True, layout["contiguous"], lambda i: where)  # noqa: B023
 
 
 @check("L1", "plan")
@@ -127,9 +103,11 @@ def padding_ranges(s: Step) -> Iterator[Compared]:
 def slot_table(s: Step) -> Iterator[Compared]:
     """experts_to_copy agrees on all ranks, without own experts, repeats or holes"""
     table = s.ints("dispatch", "experts_to_copy")
+    most = mode([one.tobytes() for one in table])
+    agreed = next(one for one in table if one.tobytes() == most)
     yield differ(
-        "experts_to_copy against rank 0",
-        np.broadcast_to(table[0], table.shape),
+        "experts_to_copy against most ranks",
+        np.broadcast_to(agreed, table.shape),
         table,
         axes("rank", "of_rank", "slot"),
     )
@@ -175,9 +153,8 @@ def dedup_lists(s: Step) -> Iterator[Compared]:
     """The dedup lists name each duplicate once, in order of k"""
     primary, order = _expected_duplicates(s)
     for rank in range(s.case.R):
-        tensors = s.call("dispatch", rank).tensors
         groups, rows, counts = (
-            tensors[n].numpy().astype(np.int64) for n in ("dup_groups", "dup_loffs", "dup_counts")
+            s.one("dispatch", rank, n).numpy().astype(np.int64) for n in ("dup_groups", "dup_loffs", "dup_counts")
         )
         want = (len(np.unique(primary[rank][primary[rank] >= 0])), int((primary[rank] >= 0).sum()))
         yield differ("dup_counts", want, counts, lambda i: {"rank": rank, "field": i[0]})  # noqa: B023
