@@ -82,7 +82,7 @@ class Step:
             call = self.call(op, rank)
         except Missing:
             return False
-        return bool(call.tensors or call.info.get("forms") or (call.done and not call.error))
+        return bool(call.tensors or call.info.get("forms"))
 
     def calls(self, op: str) -> list[Call]:
         """The calls of all ranks, in rank order."""
