@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moonep_validate.cases.case import Case, buffer_rows
+from moonep_validate.cases.case import Case
 from moonep_validate.cases.layout import Bools, Ints, Layout
+from moonep_validate.cases.limits import buffer_rows
 from moonep_validate.judge.forms import Called, Misfit, expected, misfits
 from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.oracle.plan import Plan
