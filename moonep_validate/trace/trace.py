@@ -81,10 +81,10 @@ class Call:
         Raises:
             ValueError: for a tensor without data; later on it would be the next call that fails.
         """
-        self.note(**tensors)
         for name, tensor in tensors.items():
             if tensor is not None:
                 self.tensors |= self._copied(name, tensor)
+                self.note(**{name: tensor})
 
     def keep(self, **tensors: Tensor) -> None:
         """Keep tensors that nothing changes afterwards, without a copy, and their form."""
