@@ -21,7 +21,17 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from moonep_validate.cases.grammar import REQUIRED, SPECS, Spec, normalised, printed, read_token, renewed
+from moonep_validate.cases.grammar import (
+    MAX_LINE,
+    REQUIRED,
+    SPECS,
+    Spec,
+    normalised,
+    printed,
+    read_token,
+    renewed,
+    shown,
+)
 from moonep_validate.cases.limits import check_case, check_geometry
 from moonep_validate.errors import CaseError
 
@@ -70,7 +80,8 @@ class Case:
         for name in SPECS:
             _set(self, name, normalised(getattr(self, name), name))
         _set(self, "witnesses", tuple(sorted({normalised(Spec(w), "witness").name for w in self.witnesses})))
-        if self.tokens == (self.S,) * self.R:
+        # R is not checked yet: nothing of that size may be built here
+        if self.tokens is not None and len(self.tokens) == self.R and set(self.tokens) == {self.S}:
             _set(self, "tokens", None)
         if self.slots is not None and self.slots == self.E // max(self.R, 1):
             _set(self, "slots", None)
@@ -113,16 +124,20 @@ class Case:
         Raises:
             CaseError: for a typo (the nearest word is suggested), a repeated or missing part, a bad value.
         """
+        if len(text) > MAX_LINE:
+            raise CaseError(f"a case of {len(text)} characters: the limit is {MAX_LINE}")
         values: dict[str, Any] = {}
         for token in renewed(text).strip().split("+"):
             name, value = read_token(token)
             if name == "witnesses":
                 values[name] = (*values.get(name, ()), value)
             elif name in values:
-                raise CaseError(f"{token!r} sets {name} a second time in {text!r}; keep one")
+                raise CaseError(f"{shown(token)} sets {name} a second time in {shown(text)}; keep one")
             else:
                 values[name] = value
         missing = [name for name in REQUIRED if name not in values]
         if missing:
-            raise CaseError(f"case {text!r} lacks {', '.join(missing)}; a case starts like 'genB+R4+E8+K2+S9'")
+            raise CaseError(
+                f"case {shown(text)} lacks {', '.join(missing)}; a case starts like 'genB+R4+E8+K2+S9'"
+            )
         return cls(**values)

@@ -21,6 +21,8 @@ REQUIRED = ("generation", "R", "E", "K", "S")
 #: Words of before 0.1.0 and what they are now; they leave with 0.2.0.
 OLD_WORDS = {"nemesis": "in_flight", "answers": "configurations"}
 SPECS = ("routing", "fill", "model", "format", "scenario")
+#: Characters of a case line, of a number, and of what an error repeats.
+MAX_LINE, MAX_NUMBER, _SHOWN = 2**20, 19, 100
 
 
 @dataclass(frozen=True, order=True)
@@ -38,7 +40,7 @@ class Spec:
         """Split ``name:arg,arg``; the name and the arguments are not checked here."""
         name, colon, args = text.partition(":")
         if not name or (colon and not args):
-            raise CaseError(f"{text!r} is not a name or name:arg,arg")
+            raise CaseError(f"{shown(text)} is not a name or name:arg,arg")
         return cls(name, tuple(args.split(",")) if colon else ())
 
 
@@ -58,19 +60,26 @@ def _note(old: str, new: str) -> None:
     )
 
 
+def shown(text: str) -> str:
+    """A text as an error repeats it: one line, not too long."""
+    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
+
+
 def read_token(token: str) -> tuple[str, Any]:
     """One token as (field, value)."""
     if match := re.fullmatch(r"gen(\w+)", token):
         return "generation", match[1]
     if match := re.fullmatch(rf"({'|'.join(NUMBERS)})(-?\d+)", token):
+        if len(match[2]) > MAX_NUMBER:
+            raise CaseError(f"{match[1]} has a number of {len(match[2])} digits")
         return match[1], int(match[2])
     if token.startswith("@"):
         return "witnesses", token[1:]
     if token.startswith("tokens:"):
         try:
-            return "tokens", tuple(int(count) for count in token[len("tokens:") :].split(","))
+            return "tokens", tuple(_number(int, count) for count in token[len("tokens:") :].split(","))
         except ValueError:
-            raise CaseError(f"{token!r} is not tokens:COUNT,COUNT,... with one number a rank") from None
+            raise CaseError(f"{shown(token)} is not tokens:COUNT,COUNT,... with one number a rank") from None
     if token.startswith("fill:"):
         return "fill", Spec.parse(token[len("fill:") :])
     return _read_spec(token)
@@ -84,14 +93,14 @@ def _read_spec(token: str) -> tuple[str, Spec]:
     usages = [word.usage for word in VOCABULARY.values()]
     numbers = [f"{name}NUMBER" for name in NUMBERS]
     raise CaseError(
-        f"unknown part {token!r} of a case{_suggestion(spec.name, [*usages, *numbers, 'tokens:COUNT,...'])}"
+        f"unknown part {shown(token)} of a case{_suggestion(spec.name, [*usages, *numbers, 'tokens:COUNT,...'])}"
     )
 
 
 def _suggestion(name: str, known: Sequence[str]) -> str:
     """``; did you mean 'zipf:EXPONENT'?`` or the list of what is known."""
     stems = {re.split(r"[:,]|NUMBER", usage)[0].lstrip("@"): usage for usage in known}
-    near = difflib.get_close_matches(name, stems, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name[:_SHOWN], stems, n=1, cutoff=0.5)
     if not near:
         near = [stem for stem in stems if stem and re.fullmatch(rf"{stem}-?\d*", name, re.IGNORECASE)]
     return f"; did you mean {stems[near[0]]!r}?" if near else f"; known: {', '.join(known)}"
@@ -102,14 +111,20 @@ def normalised(spec: Spec, field: str) -> Spec:
     word = VOCABULARY.get(spec.name)
     if word is None or word.field != field:
         known = [name for name, word in VOCABULARY.items() if word.field == field]
-        raise CaseError(f"unknown {field} {spec.name!r}{_suggestion(spec.name, known)}")
+        raise CaseError(f"unknown {field} {shown(spec.name)}{_suggestion(spec.name, known)}")
     kinds: tuple[Callable[[str], Any], ...] = word.args or (int,) * len(spec.args) * (word.args is None)
     if len(kinds) != len(spec.args) or (word.args is None and not spec.args):
-        raise CaseError(f"{str(spec)!r} has {len(spec.args)} arguments; usage: {word.usage}")
+        raise CaseError(f"{shown(str(spec))} has {len(spec.args)} arguments; usage: {word.usage}")
     try:
-        return Spec(spec.name, tuple(repr(kind(arg)) for kind, arg in zip(kinds, spec.args, strict=True)))
+        return Spec(spec.name, tuple(repr(_number(kind, arg)) for kind, arg in zip(kinds, spec.args, strict=True)))
     except ValueError:
-        raise CaseError(f"{str(spec)!r} has an argument that is not a number; usage: {word.usage}") from None
+        raise CaseError(f"{shown(str(spec))} has an argument that is not a number; usage: {word.usage}") from None
+
+
+def _number(kind: Callable[[str], Any], text: str) -> Any:
+    if len(text) > 2 * MAX_NUMBER:  # Python takes quadratic time, or refuses above 4,300 digits
+        raise ValueError("too long")
+    return kind(text)
 
 
 def printed(name: str, value: Any) -> list[str]:

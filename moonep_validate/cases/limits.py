@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 MAX_TOP_K = 32
 MAX_RANKS = 128
 MAX_ROWS = 2**24 - 1
+#: What nobody records: limits of this suite, so that a typo is said before it is allocated.
+MAX_EXPERTS, MAX_WIDTH, MAX_ROUTES, MAX_BYTES = 2**16, 2**20, 2**27, 2**40
 
 
 def check_geometry(generation: str, R: int, E: int, K: int, S: int, pad: int, slots: int | None) -> None:
@@ -24,7 +26,7 @@ def check_geometry(generation: str, R: int, E: int, K: int, S: int, pad: int, sl
     """
     _require(generation in ("A", "B"), f"generation {generation!r} is not A or B")
     _require(1 <= R <= MAX_RANKS, f"R={R} ranks: must be 1 to {MAX_RANKS}")
-    _require(E >= 1, f"E={E} experts: must be at least 1")
+    _require(1 <= E <= MAX_EXPERTS, f"E={E} experts: must be 1 to {MAX_EXPERTS}")
     _require(
         E % R == 0,
         f"E={E} is not divisible by R={R}: each rank owns E/R experts; the next larger E is {-(-E // R) * R}",
@@ -36,6 +38,7 @@ def check_geometry(generation: str, R: int, E: int, K: int, S: int, pad: int, sl
         slots is None or generation == "A", f"slots={slots}: only generation A takes a slot count, B uses E/R"
     )
     _require(slots is None or slots >= 1, f"slots={slots}: must be at least 1, or left out for E/R={E // R}")
+    _require(slots is None or slots <= MAX_EXPERTS, f"slots={slots}: must be at most {MAX_EXPERTS}")
     rows = buffer_rows(generation, R, E, K, S, pad)
     _require(rows <= MAX_ROWS, f"NvS is {rows} rows a rank, limit {MAX_ROWS}: lower S, K or pad")
 
@@ -55,6 +58,9 @@ def check_case(case: Case) -> None:
     """The limits that need the whole case: data sizes, token counts, routing arguments."""
     _require(case.H >= 8 and case.H % 8 == 0, f"H={case.H}: must be a multiple of 8 (16-byte rows), at least 8")
     _require(case.I >= 1, f"I={case.I}: must be at least 1")
+    for name, width in (("H", case.H), ("I", case.I)):
+        _require(width <= MAX_WIDTH, f"{name}={width}: must be at most {MAX_WIDTH}")
+    _check_memory(case)
     if case.tokens is not None:
         _require(
             len(case.tokens) == case.R,
@@ -71,6 +77,18 @@ def check_case(case: Case) -> None:
     _check_routing_geometry(case)
     if case.model.name == "k3":
         _check_model(case)
+
+
+def _check_memory(case: Case) -> None:
+    """What all ranks together would allocate, before anything is."""
+    routes = case.R * case.S * case.K
+    _require(routes <= MAX_ROUTES, f"R*S*K is {routes} routes, limit {MAX_ROUTES}: lower R, S or K")
+    rows = case.R * buffer_rows(case.generation, case.R, case.E, case.K, case.S, case.pad)
+    for what, size, fix in (
+        ("the rows of all ranks", 2 * rows * case.H, "H, S, K or pad"),
+        ("the weights of all experts", 6 * case.E * case.H * case.I, "E, H or I"),
+    ):
+        _require(size <= MAX_BYTES, f"{what} would have {size} bytes, limit {MAX_BYTES}: lower {fix}")
 
 
 def _check_scenario(case: Case) -> None:
