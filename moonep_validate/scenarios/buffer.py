@@ -49,6 +49,7 @@ def variants(rig: Rig) -> None:
 def _replays(rig: Rig, session: BufferDoor) -> None:
     batch = rig.batch()
     first = session.dispatch("plan", batch)
+    # Another plan in between: a replay that uses what the Buffer remembers, not the plan it is given, shows.
     session.dispatch("other", rig.data.shifted())
     session.dispatch("replay", batch, replay=first, route_weights=False)
     rig.promise("V2", "replay", "plan", "dispatch.rows")
@@ -148,7 +149,7 @@ def grads(rig: Rig) -> None:
         for step in ("reduce", "reduce_ones"):
             for name in store.full:
                 local, slots = rig.data.gradients(name, ones=step == "reduce_ones")
-                store.full[name].fill_(-7.0)  # of experts that are not mine: what no slot brings must stay
+                store.full[name].fill_(-7.0)  # genA has rows of other ranks' experts too, which nobody may change
                 store.local(name).copy_(local)
                 store.slots(name).copy_(slots)
             session.dispatch(step, rig.batch(), replay=sent)  # all ranks' slots are written before any rank reads
@@ -190,11 +191,11 @@ def in_flight(rig: Rig) -> None:
     with rig.open_buffer() as first, rig.open_buffer() as second:
         sessions = [(first, second)[launch.buffer] for launch in travels]
         for session in (first, second):
-            session.load(0)
+            session.load(0)  # the first load allocates, which is collective: later it would put the ranks in step
         for number, (session, batch) in enumerate(zip(sessions, batches, strict=True)):
             for _ in _ops(rig, session, f"alone_{number}", batch, zero_copy=False, asynchronous=False):
                 pass
-        rig.comm.disturb(seed)
+        rig.comm.disturb(seed)  # from here on: what is compared with must not suffer from the same race
         order = rig.launch_order(travels, seed)
         flying: dict[int, Iterator[None]] = {}
         for _, number in order:
@@ -234,7 +235,7 @@ def graph(rig: Rig) -> None:
         captured.launch("graph_other", other)
         rig.promise("V20", "graph_other", "eager_other", *_CAPTURED)
         with rig.open_buffer() as second:
-            second.forward("grown", batch)
+            second.forward("grown", batch)  # a second Buffer allocates; the graph must still find its memory
             captured.launch("graph_again", batch)
             rig.promise("V20", "graph_again", "eager", *_CAPTURED)
         session.refuses("captured", "planning while a CUDA graph is captured", session.planning_in_capture(batch))
@@ -249,7 +250,10 @@ def _after_dispatch(rig: Rig, session: BufferDoor, step: str, sent: Dispatched) 
 def _ops(
     rig: Rig, session: BufferDoor, step: str, batch: Batch, zero_copy: bool, asynchronous: bool
 ) -> Iterator[None]:
-    """The operations of one batch, one at a time (``schedule.OPS``)."""
+    """The operations of one batch, one at a time (``schedule.OPS``).
+
+    Slots are not poisoned: a peer may push the next batch's before this rank fills them, and that is a race (W4).
+    """
     sent = session.dispatch(step, batch, zero_copy=zero_copy, async_finish=asynchronous)
     rig.poison(sent.rows[sent.end :])
     yield
@@ -283,7 +287,7 @@ def refusals(rig: Rig) -> None:
         }
         for what, call in calls.items():
             session.refuses("refusals", what, call)
-        session.dispatch("after", replace(t))
+        session.dispatch("after", replace(t))  # a refused call leaves nothing behind
         rig.promise("V1", "after", "base", *_ROWS)
 
 

@@ -40,7 +40,7 @@ class Captured:
             stream.wait_stream(torch.cuda.default_stream())
             for _ in range(_WARM_UP):
                 self.results = self._pass()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # fences of a pass wait for peers: none may be open when the capture begins
         session.rig.comm.exchange("before capture", None)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, stream=stream):

@@ -162,13 +162,14 @@ class ComposedSession:
         """
         batch = self.rig.here(batch)
         self.load(layer)
-        self.poison_slots(step)
+        self.poison_slots(step)  # before dispatch: its collective stands between the fill and a peer's push
         with self.rig.recorder.call(step, "layer", layer=layer, marked=mark) as call:
             call.put(hidden=batch.hidden, topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
             sent = self.dispatch(step, batch, replay=None, route_weights=True, **flags)
+            # What a rank finds after its last group is undefined; experts that read on compute with NaN.
             self.rig.poison(sent.rows[sent.end :])
             self.prefetch(step, sent.plan, async_finish=flags.get("async_finish", False))
-            if mark:
+            if mark:  # not sooner: prefetch would write over it
                 negate(self.weights.slots("down"))
             out = self.experts(step, sent, in_place=flags.get("zero_copy", False))
             result = self.combine(step, sent, out, **flags)

@@ -151,7 +151,7 @@ class LayerSession:
 
     def probe(self) -> None:
         """Ask the engine everything that it must answer in a known way; every rank asks the same."""
-        taps.watch(None)
+        taps.watch(None)  # what a configuration probe builds is no step of this case
         for probe in self.integration.probes(self.case):
             wanted = "refused" if probe.refused else "accepted"
             with self.rig.recorder.call(probe.what, "refusal", what=probe.what, wanted=wanted) as call:
