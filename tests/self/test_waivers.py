@@ -233,6 +233,11 @@ def test_a_bad_file_gives_one_clear_error(tmp_path: Path, text: str, message: st
     assert len(said.splitlines()) == 1
 
 
+def test_an_old_case_word_covers_what_it_covered(tmp_path: Path) -> None:
+    (one,) = read_waivers(write(tmp_path, entry(case='"*+answers*"')))
+    assert one.case == "*+configurations*"
+
+
 def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(CaseError, match=r"waivers .*nothing\.toml cannot be read: .*No such file"):
         read_waivers(tmp_path / "nothing.toml")
