@@ -49,6 +49,7 @@ genB+R4+E16+K4+S17+zipf:1.0+dispatch_only+@odd_bits
 genB+R4+E16+K4+S17+hot:2+packed+@slot_used
 genB+R4+E8+K2+S9+hot:5+pools+@slot_used
 genA+R4+E8+K2+S8+hot:5+pools+@slot_used
+genA+R2+E6+K2+S7+H24+I8+hot:1+pools+@slot_used
 genB+R4+E8+K2+S9+hot:5+mxfp4+@slot_used
 genB+R4+E12+K3+S11+H256+I64+pad4+zipf:1.0+fill:real+mxfp4+@slot_used
 genB+R4+E8+K2+S9+hot:6+mxfp4+marked_slots+@slot_used
@@ -57,8 +58,10 @@ genB+R2+E8+K2+S9+pad8+grouped
 genB+R2+E6+K2+S9+H96+I160+pad4+fill:real+mxfp4+grouped
 genB+R2+E4+K2+S9+pad4+fill:real+k3+grouped
 genB+R4+E16+K4+S17+chain+grads+@two_slots
+genB+R2+E8+K2+S9+H24+I8+hot:1+grads+@slot_used
 genB+R4+E8+K2+S9+hot:5+life+@slot_used
 genB+R4+E8+K2+S9+refusals
+genB+R2+E6+K2+S7+H24+I8+refusals
 genB+R4+E8+K2+S9+destructive
 genB+R2+E6+K2+S9+H64+pad4+zipf:1.0+@slot_used
 genB+R1+E4+K2+S9+pad4+@duplicate
@@ -80,6 +83,7 @@ genA+R4+E16+K4+S17+slots1+overflow+@remote_read
 genA+R4+E16+K4+S17+slots1+pad8+fill:real+chain+@remote_read
 genA+R4+E16+K4+S17+slots2+overflow+variants+@remote_read
 genB+R4+E8+K2+S9+hot:5+in_flight:0+@slot_used
+genB+R2+E6+K4+S7+H24+I8+hot:1+in_flight:5+@slot_used
 genA+R4+E8+K2+S9+hot:5+in_flight:1+@slot_used
 genB+R3+E12+K4+S7+zipf:1.0+in_flight:4+@slot_used
 genA+R2+E6+K4+S7+hot:1+fill:real+in_flight:3+@slot_used

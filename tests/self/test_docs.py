@@ -62,7 +62,7 @@ def commands() -> list[str]:
 def test_readme_commands_run(command: str, cli: Callable[..., tuple[int, str, str]]) -> None:
     arguments = shlex.split(command)[1:]
     if (
-        arguments[0] in ("bench", "mutate", "nulls", "parity", "races", "run", "search")
+        arguments[0] in ("bench", "false-alarms", "mutate", "parity", "races", "run", "search")
         and "--case" not in arguments
     ):
         pytest.skip("runs in tests of its own: test_cli.py, the tox environment validate")

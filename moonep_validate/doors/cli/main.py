@@ -217,7 +217,8 @@ def repro(
 
 app.command()(commands_mutate.search)
 app.command()(commands_mutate.mutate)
-app.command()(commands_mutate.nulls)
+app.command()(commands_mutate.false_alarms)
+app.command("nulls", hidden=True)(commands_mutate.nulls)
 app.command()(commands_worlds.races)
 
 

@@ -1,21 +1,26 @@
-"""Which commands choose their cases themselves? ``search``, ``mutate`` and ``nulls``: loops over the pipeline."""
+"""Which commands choose their cases themselves? ``search``, ``mutate``, ``false-alarms``: loops of cases."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial, wraps
 from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from moonep_validate import __version__
 from moonep_validate.cases.case import CaseError
-from moonep_validate.doors.cli.options import console, job_of, takes
+from moonep_validate.doors.cli.options import console, job_of, note, takes
 from moonep_validate.pipeline.kinds import kind_of
 from moonep_validate.pipeline.options import DECLARED, Options
+
+if TYPE_CHECKING:
+    from moonep_validate.studies.mutate import Matrix
 
 
 @takes(*(set(DECLARED) - {"case", "profile", "ranks", "require", "world", "record"}))
@@ -51,7 +56,12 @@ def search(
 @takes("subject", "experts", "engine_path", "world", "device")
 def mutate(
     options: Options,
-    fault: Annotated[list[str] | None, typer.Option("--fault", help="Only this fault; may be repeated.")] = None,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--fault", help="Only this fault, on one rank and on all, or only this text of it; may be repeated."
+        ),
+    ] = None,
     kind: Annotated[
         list[str] | None, typer.Option("--kind", help="Only faults that stand for this kind or bug, e.g. K08.")
     ] = None,
@@ -60,9 +70,15 @@ def mutate(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="The matrix as JSON.")] = False,
     shrink_seconds: Annotated[float, typer.Option(help="Time to shrink each kill; 0 to leave it.")] = 0.0,
-    write: Annotated[Path | None, typer.Option(help="Also write the document (docs/faults.md).")] = None,
+    killers: Annotated[
+        int, typer.Option(min=1, help="Different cases that must kill each fault; fewer are a warning.")
+    ] = 2,
+    write: Annotated[
+        Path | None,
+        typer.Option(help="Also write the document (docs/faults.md); of some faults, merge their rows into it."),
+    ] = None,
 ) -> None:
-    """Seed every known fault, and see whether the suite finds it: at which stage, by which check."""
+    """Seed every known fault, on one rank and on all, and see at which stage which check finds it."""
     from moonep_validate.doors.report import matrix as report
     from moonep_validate.studies import mutate as mutation
 
@@ -71,37 +87,61 @@ def mutate(
     job = replace(job, deadline=deadline or (quick if job.target.kind.embedded else job.deadline))
     if job.not_run:
         raise CaseError(job.not_run)
-    chosen = [one.id for one in mutation.chosen(job, fault or (), kind or ())]
-    outcomes, shown = [], Console(stderr=True) if json else console
+    chosen, whole = mutation.chosen(job, fault or (), kind or ()), not fault and not kind
+    page = _page(write, whole, options.subject) if write else None
+    trials, shown = [], Console(stderr=True) if json else console
     title = f"{len(chosen)} faults on {options.subject}"
     shown.print(f"[bold]moonep-validate {__version__}[/bold]: {title}", highlight=False)
-    for outcome in mutation.mutate(job, chosen, shrink_seconds):
-        outcomes.append(outcome)
-        shown.print(report.outcome_line(outcome), highlight=False, soft_wrap=True)
-    whole = not fault and not kind
-    result = mutation.Matrix(outcomes, mutation.needed_checks(job, whole))
+    for trial in mutation.mutate(job, chosen, shrink_seconds, killers):
+        trials.append(trial)
+        shown.print(report.trial_line(trial), highlight=False, soft_wrap=True)
+    result = mutation.Matrix(trials, mutation.needed_checks(job, whole))
     mutation.sharpen(job, result)
     if json:
         sys.stdout.write(dumps(result.to_json()) + "\n")
     else:
         report.show_matrix(console, result)
-    if write:
-        write.write_text(report.faults_document(result))
+    if write and page:
+        write.write_text(page(result))
     raise typer.Exit(result.exit_code)
 
 
+def _page(path: Path, whole: bool, subject: str) -> Callable[[Matrix], str]:
+    """What will make the document, known before a run of minutes: all rows anew, or some merged into it.
+
+    Raises:
+        CaseError: for another subject than the reference, or a part without a document to merge it into.
+    """
+    from moonep_validate.doors.report.faults_page import faults_page, merged_page
+
+    if subject != "reference":
+        raise CaseError("--write is of faults seeded into the reference: leave --subject out")
+    if whole:
+        return faults_page
+    if not path.exists():
+        raise CaseError(f"--write {path}: only a whole run writes it anew; leave --fault and --kind out")
+    return partial(merged_page, path.read_text())
+
+
 @takes("subject", "engine_path", "device", "deadline")
-def nulls(
+def false_alarms(
     options: Options,
     seconds: Annotated[float, typer.Option("--time", min=1.0, help="Seconds to run.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Where to start; the same seed draws the same cases.")] = 0,
 ) -> None:
     """Count false alarms: cases of real data on a subject that is right; how often does a bound fail?"""
-    from moonep_validate.studies.nulls import null_runs
+    from moonep_validate.studies.false_alarms import false_alarms as count_alarms
 
     job = job_of(options)
     with console.status("running"):
-        result = null_runs(job, seconds, seed)
+        result = count_alarms(job, seconds, seed)
     for line in (*result.lines, result.summary):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(int(result.over_budget))
+
+
+@wraps(false_alarms)
+def nulls(**values: Any) -> None:
+    """The name of ``false-alarms`` before 0.1.0."""
+    note("the command nulls is now called false-alarms")
+    false_alarms(**values)

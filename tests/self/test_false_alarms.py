@@ -1,4 +1,4 @@
-"""Null runs: a right subject raises no alarm, a bound that is too tight is noticed, and the interval is exact."""
+"""False alarms: a right subject raises no alarm, a bound that is too tight is noticed, and the interval is exact."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from moonep_validate.judge.oracle import bounds
 from moonep_validate.judge.verdict import Verdict
 from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.run import run_case
-from moonep_validate.studies import nulls
-from moonep_validate.studies.nulls import BUDGET, NullResult, null_cases, null_runs, upper_bound
+from moonep_validate.studies import false_alarms as study
+from moonep_validate.studies.false_alarms import BUDGET, Alarms, drawn_cases, false_alarms, upper_bound
 
 
 def test_the_reference_raises_no_alarm() -> None:
-    result = null_runs(Job(), seconds=120, seed=1, most=30)
+    result = false_alarms(Job(), seconds=120, seed=1, most=30)
     assert (result.cases, result.alarms, result.outside, result.lines) == (30, 0, 0, []), result.summary
     assert result.examined > 100_000
     assert result.rate == 0
@@ -29,7 +29,7 @@ def test_the_reference_raises_no_alarm() -> None:
 
 def test_a_bound_that_is_too_tight_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "SIGMAS", 2.0)
-    result = null_runs(Job(), seconds=120, seed=1, most=12)
+    result = false_alarms(Job(), seconds=120, seed=1, most=12)
     assert result.alarms > 8
     assert result.outside / result.examined == pytest.approx(0.03, abs=0.03), "a normal error has 4.6% there"
     assert result.over_budget
@@ -41,9 +41,9 @@ def test_a_bound_that_is_too_tight_is_counted(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_cases_are_the_same_for_a_seed_and_differ_in_everything() -> None:
-    cases = list(islice(null_cases(Job(), seed=3), 600))
-    assert cases[:50] == list(islice(null_cases(Job(), seed=3), 50))
-    assert cases[:50] != list(islice(null_cases(Job(), seed=4), 50))
+    cases = list(islice(drawn_cases(Job(), seed=3), 600))
+    assert cases[:50] == list(islice(drawn_cases(Job(), seed=3), 50))
+    assert cases[:50] != list(islice(drawn_cases(Job(), seed=4), 50))
     assert {case.fill.name for case in cases} == {"real"}
     assert {case.R for case in cases} == {1, 2, 3, 4, 6, 8}
     assert {case.generation for case in cases} == {"A", "B"}
@@ -63,15 +63,15 @@ def test_cases_are_the_same_for_a_seed_and_differ_in_everything() -> None:
 
 
 def test_the_time_is_kept_and_nothing_is_claimed_without_a_case() -> None:
-    result = null_runs(Job(), seconds=0)
+    result = false_alarms(Job(), seconds=0)
     assert (result.cases, result.rate, result.upper, result.over_budget) == (0, 0.0, 1.0, False)
 
 
 def test_a_faulty_or_missing_subject_is_refused() -> None:
     with pytest.raises(CaseError, match="leave --fault out"):
-        null_runs(Job(faults=(parse_fault("slot-not-filled"),)), seconds=1)
+        false_alarms(Job(faults=(parse_fault("slot-not-filled"),)), seconds=1)
     with pytest.raises(CaseError, match="no such engine"):
-        null_runs(Job(not_run="no such engine"), seconds=1)
+        false_alarms(Job(not_run="no such engine"), seconds=1)
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,9 @@ def test_upper_bounds_are_those_of_clopper_and_pearson(events: int, trials: int,
 
 def test_the_budget_is_exceeded_only_beyond_chance() -> None:
     assert BUDGET == 1 / 1000
-    assert not NullResult(cases=1000, alarms=3).over_budget
-    assert NullResult(cases=1000, alarms=4).over_budget
-    assert NullResult(cases=3000).upper < BUDGET
+    assert not Alarms(cases=1000, alarms=3).over_budget
+    assert Alarms(cases=1000, alarms=4).over_budget
+    assert Alarms(cases=3000).upper < BUDGET
 
 
 def test_an_interrupt_keeps_what_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_an_interrupt_keeps_what_was_counted(monkeypatch: pytest.MonkeyPatch) ->
             raise KeyboardInterrupt
         return run_case(job, case)
 
-    monkeypatch.setattr(nulls, "run_case", run_then_stop)
-    result = null_runs(Job(), 60.0)
+    monkeypatch.setattr(study, "run_case", run_then_stop)
+    result = false_alarms(Job(), 60.0)
     assert (calls, result.cases, result.alarms) == (3, 2, 0)
     assert result.seconds < 60

@@ -36,8 +36,8 @@ _ALARMS = ("failed", "unknown", "hung", "error")
 
 
 @dataclass
-class NullResult:
-    """What a null run has seen.
+class Alarms:
+    """What the drawn cases have shown.
 
     Attributes:
         cases: cases that ran and whose pass would mean something.
@@ -81,7 +81,7 @@ class NullResult:
         )
 
 
-def null_runs(job: Job, seconds: float, seed: int = 0, most: int | None = None) -> NullResult:
+def false_alarms(job: Job, seconds: float, seed: int = 0, most: int | None = None) -> Alarms:
     """Run drawn cases of real data until the time is over, or the user stops it: what was counted stays.
 
     Args:
@@ -94,10 +94,10 @@ def null_runs(job: Job, seconds: float, seed: int = 0, most: int | None = None) 
         CaseError: if the job has faults, or its subject cannot run here.
     """
     if job.faults or job.not_run:
-        raise CaseError(job.not_run or "a null run is of a subject that is right: leave --fault out")
-    result, start = NullResult(), time.monotonic()
+        raise CaseError(job.not_run or "false alarms are counted on a subject that is right: leave --fault out")
+    result, start = Alarms(), time.monotonic()
     with suppress(KeyboardInterrupt):
-        for case in null_cases(job, seed):
+        for case in drawn_cases(job, seed):
             if time.monotonic() - start >= seconds or result.cases == most:
                 break
             _count(result, run_case(job, case)[1])
@@ -105,7 +105,7 @@ def null_runs(job: Job, seconds: float, seed: int = 0, most: int | None = None) 
     return result
 
 
-def _count(result: NullResult, verdict: Verdict) -> None:
+def _count(result: Alarms, verdict: Verdict) -> None:
     """Add one case; a vacuous one, e.g. of two ranks that drew the same tiny payload, tells nothing."""
     if verdict.status not in ("passed", "waived", *_ALARMS):
         return
@@ -123,7 +123,7 @@ def _count(result: NullResult, verdict: Verdict) -> None:
 # --- which cases are drawn ---
 
 
-def null_cases(job: Job, seed: int = 0) -> Iterator[Case]:
+def drawn_cases(job: Job, seed: int = 0) -> Iterator[Case]:
     """Cases of real data that the job's subject supports, without end.
 
     Raises:
@@ -146,7 +146,7 @@ def _candidates(job: Job, draw: Random, ranks: int) -> Iterator[Case]:
             continue
         if case.E * case.H * case.I <= _MOST_WEIGHTS:
             yield case
-    raise CaseError("the subject supports no case of real data that a null run could draw")
+    raise CaseError("the subject supports no case of real data that could be drawn")
 
 
 def _draw(job: Job, draw: Random, ranks: int) -> Case:
