@@ -91,6 +91,7 @@ genB+R4+E16+K4+S9+hot:6+metamorphic+@slot_used
 genA+R4+E12+K3+S7+slots2+tokens:7,0,5,1+zipf:1.0+metamorphic+@empty_rank
 genB+R4+E16+K4+S9+fill:real+zipf:1.0+independent+@duplicate
 genB+R4+E16+K4+S9+hot:6+linear+@slot_used
+genB+R2+E6+K2+S7+H24+I8+hot:1+linear+@slot_used
 genA+R4+E16+K4+S17+slots2+overflow+slot_counts+@remote_read
 genA+R8+E896+K16+S8+H24+I8+slots1+zipf:1.5+metamorphic+@remote_read+@slot_used
 genB+R4+E16+K4+S17+zipf:1.0+fill:real+k3+@slot_used

@@ -107,6 +107,8 @@ THROUGH_TAPS = {
     "combine-in-bf16": ("hot_rank:0+fill:real", "C1"),
     "destroy-does-nothing": ("hot:5", "I15"),
 }
+#: Where a fault of all ranks is found by another check than one of rank 1.
+ON_ALL = {"slot-table-differs:rank=all": "L4"}  # all tables are alike, and wrong
 #: What no engine does with a Buffer, so that these change nothing there.
 NO_ENGINE_DOES = {
     "payload-through-arithmetic": "sends NaN payloads or -0.0",
@@ -159,6 +161,19 @@ def test_a_fault_around_an_engine_is_found_at_its_stage(good: Job, fault: str) -
     assert first is not None, f"{fault} survives"
     assert (verdict.status, first.stage, first.check) == ("failed", FAULTS[fault].stage, check), verdict.diagnosis
     assert f"--fault {fault}" in verdict.command
+
+
+@pytest.mark.parametrize(
+    "text", [text for id in KILLED_BY | THROUGH_TAPS if not FAULTS[id].crashes for text in FAULTS[id].texts[1:]]
+)
+def test_a_fault_of_all_ranks_is_found_at_its_stage(good: Job, text: str) -> None:
+    id = parse_fault(text).name
+    words, check = (KILLED_BY | THROUGH_TAPS)[id]
+    verdict = judged(good, words, text)
+    first = verdict.first
+    assert first is not None, f"{text} survives"
+    expected = ("failed", FAULTS[id].stage, ON_ALL.get(text, check))
+    assert (verdict.status, first.stage, first.check) == expected, verdict.diagnosis
 
 
 def test_every_fault_of_an_engine_is_tried() -> None:
