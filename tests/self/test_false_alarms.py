@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 
 import pytest
@@ -110,3 +111,10 @@ def test_an_interrupt_keeps_what_was_counted(monkeypatch: pytest.MonkeyPatch) ->
     result = false_alarms(Job(), 60.0)
     assert (calls, result.cases, result.alarms) == (3, 2, 0)
     assert result.seconds < 60
+
+
+def test_the_old_name_of_the_command_works_and_says_so(cli: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, err = cli("nulls", "--time", "1", "--seed", "1")
+    assert code == 0, err
+    assert "the command nulls is now called false-alarms" in err
+    assert cli("false-alarms", "--time", "1", "--seed", "1")[2] == ""
