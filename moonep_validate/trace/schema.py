@@ -136,7 +136,7 @@ def _bounded(hint: Any, bounds: Within, data: Any, where: str) -> int:
 
 def _whole(hint: Any, data: Any, where: str) -> int:
     if type(data) is not int or not -_INT64 <= data < _INT64:
-        raise _wrong(where, "a whole number of 64 bits", data)
+        raise _wrong(where, "a whole number" + " of 64 bits" * (type(data) is int), data)
     return data
 
 
@@ -202,7 +202,7 @@ def _contents(value: Any) -> Sequence[Any]:
 
 
 def _wrong(where: str, needed: str, data: Any) -> SchemaError:
-    return SchemaError(f"{where or 'it'} is {shown(data)}; {needed} is needed")
+    return SchemaError(f"{where or 'it'} is {shown(data)}, {needed} is needed")
 
 
 def shown(data: Any) -> str:

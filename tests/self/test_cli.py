@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -190,6 +191,42 @@ def test_plan_json_is_the_golden_vector(cli: Cli, tmp_path: Path) -> None:
     assert json.loads(out)["stats"]["experts_read_remotely"] == 1
 
 
+def test_loads_alone_give_the_plan_of_their_routing(cli: Cli, tmp_path: Path) -> None:
+    """As a list or as CSV in a row or a column, with the sizes of a case; all but the destinations is the same."""
+    golden = GOLDEN["G1-B"][2]
+    path = tmp_path / "loads"
+    path.write_text(json.dumps({**without("topk"), "loads": [6, 4, 1, 1]}))
+    sizes = ["--case", "genB+R2+E4+K2+S3+pad4", "--input", str(path), "--json"]
+    answers = [cli("plan", "--input", str(path), "--json")]
+    for text in ("[6, 4, 1, 1]", "6,4,1,1", "6; 4; 1; 1", "6\n4\n1\n1\n"):
+        path.write_text(text)
+        answers.append(cli("plan", *sizes))
+    for code, out, _ in answers:
+        got = json.loads(out)
+        assert (code, "dst" in got) == (0, False)
+        for name in ("cu_seqlens", "experts_to_copy", "zero_fill_ranges", "remote_stats", "alloc"):
+            assert got[name] == golden[name]
+    path.write_text("6\n4\n1\n")
+    code, _, err = cli("plan", *sizes)
+    assert (code, "E=4 numbers" in err) == (4, True)
+
+
+def test_standard_input_is_planned_and_rows_of_zeros_are_remarked(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = json.dumps(ROUTING) + "\n" + json.dumps({**ROUTING, "topk": [[[0, 1], [0, 0], [0, 0]], G1[1]]}) + "\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    code, out, err = cli("plan", "--input", "-", "--json")
+    assert code == 0
+    assert json.loads(out.splitlines()[0])["dst"] == GOLDEN["G1-B"][2]["dst"]
+    assert err.splitlines() == [
+        "moonep-validate: line 2: 2 of 6 tokens have expert 0 for every k: rows left at zero? MoonEP computes them all"
+    ]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe{}")))
+    code, _, err = cli("plan", "--input", "-", "--json")
+    assert (code, err) == (4, "moonep-validate: -, line 1: is not UTF-8: byte 0xff at 0\n")
+
+
 def test_plan_table(cli: Cli) -> None:
     code, out, _ = cli("plan", "--case", "genB+R2+E4+K2+S3+pad4+table:0,1,0,2,1,0,0,3,1,0,0,1")
     assert code == 0
@@ -209,6 +246,27 @@ def without(key: str) -> dict[str, Any]:
     [
         ("{", "Expecting property name"),
         ("[1]", "a routing is a JSON object"),
+        (
+            "3,1,4,1",
+            "one JSON object a line is needed, this looks like CSV; loads of experts alone need the sizes",
+        ),
+        ("{", "one JSON object a line is needed, this looks like one over several lines: try jq -c . FILE"),
+        ("topk", "one JSON object a line is needed, this is no JSON"),
+        (json.dumps({**ROUTING, "loads": [1]}), "of which topk (ids of each token) or loads"),
+        (json.dumps({**without("topk"), "loads": [6, 4, 1, 0]}), "the loads add up to 11, R*S*K = 12 are needed"),
+        (json.dumps({**without("topk"), "loads": [6, 4, 2]}), "loads has shape (3,), E=4 numbers"),
+        (json.dumps({**without("topk"), "loads": [6, 4, 3, -1]}), "E=4 numbers from 0 on are needed"),
+        (json.dumps({**without("topk"), "loads": [6, 4, 1, 1.0]}), "a list of whole numbers, one an expert"),
+        (
+            json.dumps({**ROUTING, "topk": [G1[0], G1[1][:2]]}),
+            "the ranks have 2 to 3 tokens, every rank dispatches S",
+        ),
+        (json.dumps({**ROUTING, "topk": [[[0, 10**30]] * 3] * 2}), "a number has more than 64 bits"),
+        (json.dumps({**ROUTING, "topk": [[[0, True]] * 3] * 2}), "uneven or other content"),
+        (json.dumps({**ROUTING, "R": 10**9}), "R=1000000000 ranks: must be 1 to 128"),
+        (json.dumps({**ROUTING, "S": 10**400}), "S is a number of 1329 bits, a whole number of 64 bits is needed"),
+        ("[" * 10**5, "nested too deep"),
+        ('{"S": ' + "9" * 5000 + "}", "one JSON object a line is needed"),
         (json.dumps(without("topk")), "missing keys ['topk']"),
         (json.dumps({**ROUTING, "pad": 3}), "unknown keys ['pad']"),
         (json.dumps({**ROUTING, "S": "3"}), "S is '3', a whole number is needed"),

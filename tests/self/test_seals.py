@@ -174,7 +174,7 @@ def test_a_promise_between_steps_that_is_gone_is_refused(out: Path) -> None:
         ({"seal": "0" * 64}, "is not the trace that manifest.json lists"),
         ({"calls": "0" * 64}, "is not the trace that manifest.json lists"),
         ({"case": OTHER}, "twice"),
-        ({"status": 5}, "entries[0].status is 5; a text is needed"),
+        ({"status": 5}, "entries[0].status is 5, a text is needed"),
     ],
 )
 def test_a_manifest_that_disagrees_is_refused(cli: Cli, out: Path, changes: dict[str, Any], message: str) -> None:

@@ -20,6 +20,7 @@ from moonep_validate.cases.profiles import for_generations, profile
 from moonep_validate.cases.vocabulary import VOCABULARY
 from moonep_validate.doors.cli import formats as commands_formats
 from moonep_validate.doors.cli import mutate as commands_mutate
+from moonep_validate.doors.cli import plan as commands_plan
 from moonep_validate.doors.cli import worlds as commands_worlds
 from moonep_validate.doors.cli.options import console, job_of, note, one_of, takes
 from moonep_validate.pipeline.kinds import kind_of
@@ -134,42 +135,7 @@ def shrink(
     raise typer.Exit(_exit_code(verdict))
 
 
-@app.command()
-def plan(
-    case: Annotated[str | None, typer.Option("--case", help="A case line.")] = None,
-    input: Annotated[Path | None, typer.Option("--input", help="JSON Lines, one routing a line.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="One line of JSON per routing.")] = False,
-    hidden: Annotated[
-        int | None, typer.Option(min=1, help="Hidden size of an expert [case's H, or 3584].")
-    ] = None,
-    intermediate: Annotated[
-        int | None, typer.Option(min=1, help="Intermediate size of an expert [case's I, or 3072].")
-    ] = None,
-    weight_format: Annotated[str, typer.Option("--format", help="Weight format: bf16, fp8 or mxfp4.")] = "bf16",
-) -> None:
-    """Show what MoonEP will do with a routing."""
-    from moonep_validate.doors.report.terminal import show_plan
-    from moonep_validate.judge.oracle.statistics import BYTES_PER_ELEMENT, expert_bytes, plan_stats
-    from moonep_validate.tools.plan_input import plan_json, read_routings
-
-    if (case is None) == (input is None):
-        raise CaseError("plan needs either --case or --input")
-    one_of("--format", weight_format, tuple(BYTES_PER_ELEMENT))
-    whole = Case.parse(case) if case else None
-    size = expert_bytes(
-        hidden or (whole.H if whole else 3584), intermediate or (whole.I if whole else 3072), weight_format
-    )
-    plans = (
-        [(str(whole), _case_plan(whole))]
-        if whole
-        else ((f"line {n}", p) for n, p in read_routings(_readable(input)))
-    )
-    for title, one in plans:
-        stats = plan_stats(one, size)
-        if json:
-            sys.stdout.write(plan_json(one, stats) + "\n")
-        else:
-            show_plan(console, one, stats, title)
+app.command()(commands_plan.plan)
 
 
 @app.command()
@@ -320,23 +286,6 @@ def _folder(path: Path) -> OutputFolder:
         return OutputFolder(path)
     except OSError as error:
         raise CaseError(f"--out {path} cannot be written: {error.strerror}") from None
-
-
-def _readable(path: Path | None) -> Path:
-    assert path is not None
-    if not path.is_file():
-        raise CaseError(f"--input {path} is not a file")
-    return path
-
-
-def _case_plan(case: Case) -> Any:
-    import numpy as np
-
-    from moonep_validate.cases.layout import Layout
-    from moonep_validate.data.routing import topk_ids
-    from moonep_validate.judge.oracle.plan import make_plan
-
-    return make_plan(np.stack([topk_ids(case, rank).numpy() for rank in range(case.R)]), Layout.of(case))
 
 
 def _judge_all(

@@ -27,7 +27,7 @@ class Plan:
         cu_seqlens: ``[R, num_groups]``, inclusive padded end of each group.
         zero_fill_ranges: ``[R, num_groups, 2]``, first padding row and count, (0, 0) if none.
         remote_stats: ``[R, 2]``, remote experts with rows here, and slots anywhere that copy one of mine.
-        raw: ``[R, S*K]``, destination rank * NvS + row.
+        raw: ``[R, S*K]``, destination rank * NvS + row; ``[R, 0]``, as ``dst``, in a plan of loads alone.
         dst: ``[R, S*K]``, raw for the first k of a token on a rank, ``-raw - 1`` for later ones.
     """
 
@@ -53,12 +53,37 @@ def make_plan(topk_ids: Ints, layout: Layout) -> Plan:
         ValueError: if the shape or an id is out of range (preconditions P-a and P-b).
     """
     routes = _checked(topk_ids, layout)
-    counts = np.bincount(routes.ravel(), minlength=layout.E).astype(np.int64)
+    return _plan(np.bincount(routes.ravel(), minlength=layout.E).astype(np.int64), layout, routes)
+
+
+def plan_of_loads(loads: Ints, layout: Layout) -> Plan:
+    """Everything of a plan that the load of each expert decides: all but where each single route goes.
+
+    Args:
+        loads: ``[E]``, routes to each expert over all ranks.
+        layout: the geometry.
+
+    Raises:
+        ValueError: if there are not E of them, one is negative, or they are not R*S*K in all.
+    """
+    if loads.shape != (layout.E,) or loads.min() < 0:
+        raise ValueError(f"loads has shape {loads.shape}, E={layout.E} numbers from 0 on are needed")
+    routes, total = layout.R * layout.capacity, int(loads.sum())
+    if total != routes:
+        raise ValueError(
+            f"the loads add up to {total}, R*S*K = {routes} are needed: each rank dispatches exactly S tokens; "
+            "pad shorter ranks to S and count the padding tokens' routes too"
+        )
+    return _plan(loads, layout, None)
+
+
+def _plan(counts: Ints, layout: Layout, routes: Ints | None) -> Plan:
     quotas = rank_quotas(counts, layout)
     alloc = allocate(counts, quotas, layout)
     experts_to_copy = layout.slot_order(alloc)
     start, cu_seqlens, zero_fill = _lay_out(alloc, experts_to_copy, layout)
-    raw = _destinations(routes, alloc, start, layout)
+    none = np.empty((layout.R, 0), np.int32)
+    raw = none if routes is None else _destinations(routes, alloc, start, layout)
     return Plan(
         layout=layout,
         quotas=quotas,

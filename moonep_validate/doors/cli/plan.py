@@ -1,0 +1,85 @@
+"""The command ``plan``. It only wires, and does without torch where it can, so that a plan comes at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, BinaryIO
+
+import typer
+
+from moonep_validate.cases.case import Case, CaseError
+from moonep_validate.cases.layout import Layout
+from moonep_validate.doors.cli.options import console, one_of
+
+if TYPE_CHECKING:
+    from moonep_validate.tools.plan_input import Planned
+
+
+def plan(
+    case: Annotated[
+        str | None, typer.Option("--case", help="A case line; beside --input it gives the sizes.")
+    ] = None,
+    input: Annotated[
+        Path | None, typer.Option("--input", help="JSON Lines, one routing a line, or - for standard input.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One line of JSON per routing.")] = False,
+    hidden: Annotated[
+        int | None, typer.Option(min=1, help="Hidden size of an expert [case's H, or 3584].")
+    ] = None,
+    intermediate: Annotated[
+        int | None, typer.Option(min=1, help="Intermediate size of an expert [case's I, or 3072].")
+    ] = None,
+    weight_format: Annotated[str, typer.Option("--format", help="Weight format: bf16, fp8 or mxfp4.")] = "bf16",
+) -> None:
+    """Show what MoonEP will do with a routing."""
+    from moonep_validate.doors.report.plan_table import show_plan
+    from moonep_validate.judge.oracle.statistics import BYTES_PER_ELEMENT, expert_bytes, plan_stats
+    from moonep_validate.tools.plan_input import plan_json, read_routings
+
+    if case is None and input is None:
+        raise CaseError("plan needs either --case or --input")
+    one_of("--format", weight_format, tuple(BYTES_PER_ELEMENT))
+    whole = Case.parse(case) if case else None
+    size = expert_bytes(
+        hidden or (whole.H if whole else 3584), intermediate or (whole.I if whole else 3072), weight_format
+    )
+    with _opened(input) as source:
+        layout = Layout.of(whole) if whole else None
+        for number, one, remark in (
+            [_of_case(whole)] if source is None else read_routings(source, str(input), layout)
+        ):
+            stats = plan_stats(one, size)
+            if json:
+                sys.stdout.write(plan_json(one, stats) + "\n")
+            else:
+                show_plan(console, one, stats, f"line {number}" if number else str(whole))
+            if remark:
+                sys.stderr.write(f"moonep-validate: line {number}: {remark}\n")
+
+
+@contextmanager
+def _opened(path: Path | None) -> Iterator[BinaryIO | None]:
+    if path is None:
+        yield None
+    elif str(path) == "-":
+        yield sys.stdin.buffer
+    elif not path.is_file():
+        raise CaseError(f"--input {path} is not a file; write - for standard input")
+    else:
+        with path.open("rb") as opened:
+            yield opened
+
+
+def _of_case(case: Case | None) -> Planned:
+    import numpy as np
+
+    from moonep_validate.data.routing import topk_ids
+    from moonep_validate.judge.oracle.plan import make_plan
+    from moonep_validate.tools.plan_input import Planned
+
+    assert case is not None
+    topk = np.stack([topk_ids(case, rank).numpy() for rank in range(case.R)])
+    return Planned(0, make_plan(topk, Layout.of(case)), "")
