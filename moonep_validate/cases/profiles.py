@@ -192,17 +192,19 @@ def profile(name: str) -> list[Case]:
 
 
 def for_generations(cases: Sequence[Case], generations: Sequence[str]) -> list[Case]:
-    """The cases in every generation of a subject that they make sense in; only A has a slot count.
+    """The cases in every generation of a subject whose limits they keep, e.g. only A has a slot count.
 
     Sorted by ranks and size, so that a world of processes changes its pool seldom.
     """
-    several = {
-        case.but(generation=generation)
-        for case in cases
-        for generation in generations
-        if generation == "A" or (case.slots is None and case.scenario.name != "slot_counts")
-    }
+    several = {made for case in cases for generation in generations if (made := _in(case, generation))}
     return sorted(several, key=lambda case: (case.R, case.E, case.S, str(case)))
+
+
+def _in(case: Case, generation: str) -> Case | None:
+    try:
+        return case.but(generation=generation)
+    except CaseError:
+        return None
 
 
 PROFILES = {"default": _DEFAULT, "engine": _ENGINE, "smoke": _SMOKE, "multigpu": _multigpu()}

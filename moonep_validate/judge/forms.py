@@ -15,14 +15,13 @@ from moonep_validate.cases.case import Case
 from moonep_validate.cases.layout import Layout
 from moonep_validate.data.k3 import model_width
 from moonep_validate.data.problem import packed_weights, projection_shapes, stored_dtype, stored_shapes
+from moonep_validate.scenarios import SCENARIOS
 from moonep_validate.trace.keep import DIGEST, Keep
 from moonep_validate.trace.trace import Call, form_of
 
 Shape = tuple[int, ...]
 Forms = dict[str, "Form"]
 
-#: Scenarios whose prefetched weights are bytes of sizes of their own.
-_PACKED = ("packed", "pools")
 _ASKED = ("hidden", "topk_ids", "topk_weights", "tokens_per_expert")
 _PAYLOAD = ("rows", "row_weights")
 #: Which rows of the experts were kept, where not all are.
@@ -203,14 +202,14 @@ def _prefetch(c: Called) -> Forms:
 
 def _prefetched(case: Case) -> Mapping[str, Shape]:
     """Shape of one expert's tensors as prefetch moves them."""
-    if case.scenario.name in _PACKED:
+    if SCENARIOS[case.scenario.name].packs:
         return {name: shape for name, (shape, _) in packed_weights(case).items()}
     return stored_shapes(case)
 
 
 def _weights(c: Called, prefix: str, length: int, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Form]]:
     """Weights of so many experts; an engine may pad rows and columns, in the same way everywhere."""
-    dtype = "uint8" if c.case.scenario.name in _PACKED else str(stored_dtype(c.case)).removeprefix("torch.")
+    dtype = "uint8" if SCENARIOS[c.case.scenario.name].packs else str(stored_dtype(c.case)).removeprefix("torch.")
     for name, shape in shapes.items():
         own = c.noted.get(f"local_{name}") if c.engine else None
         one, held = (tuple(own["shape"][1:]), own["dtype"]) if own else (shape, dtype)

@@ -88,7 +88,7 @@ def dispatch_only(rig: Rig) -> None:
         session.dispatch("base", rig.data.random_bits())
 
 
-@scenario(needs=("buffer",))
+@scenario(needs=("buffer",), packs=True)
 def packed(rig: Rig) -> None:
     """Prefetch of uint8 weights with their scales."""
     with rig.open_buffer() as session:
@@ -105,7 +105,7 @@ def _prefetch_packed(rig: Rig, session: BufferDoor, step: str, weights: EachExpe
     session.prefetch(step, sent.plan, slots)
 
 
-@scenario(needs=("buffer",))
+@scenario(needs=("buffer",), packs=True)
 def pools(rig: Rig) -> None:
     """Packed weights as engines keep them: gaps behind slots, own experts first (A), and new tensors later."""
     loads = [rig.data.packed_weights(number) for number in range(2)]

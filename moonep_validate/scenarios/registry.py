@@ -33,6 +33,7 @@ class Scenario:
         models: which models it can run.
         limits: why a case cannot be run by it, as the end of a sentence that its name begins, or None.
         injects: it makes rows of its own for combine, so that the fill ``cancel`` has a meaning.
+        packs: what it prefetches are bytes in shapes of their own, whatever the case's format.
         overlaps: batches are in flight at a time, so that only stamps of leases prove their order.
     """
 
@@ -42,6 +43,7 @@ class Scenario:
     models: tuple[str, ...] = ("moe",)
     limits: tuple[Limit, ...] = ()
     injects: bool = False
+    packs: bool = False
     overlaps: bool = False
 
     @property
@@ -73,12 +75,13 @@ def scenario(
     models: tuple[str, ...] = ("moe",),
     limits: tuple[Limit, ...] = (),
     injects: bool = False,
+    packs: bool = False,
     overlaps: bool = False,
 ) -> Callable[[Script], Script]:
     """Declare a script as the scenario of its name; the arguments are those of ``Scenario``."""
 
     def declare(script: Script) -> Script:
-        SCENARIOS[script.__name__] = Scenario(script, args or {}, needs, models, limits, injects, overlaps)
+        SCENARIOS[script.__name__] = Scenario(script, args or {}, needs, models, limits, injects, packs, overlaps)
         return script
 
     return declare
