@@ -21,7 +21,7 @@ from moonep_validate.doors.report.summary import Summary
 from moonep_validate.judge.verdict import Verdict
 from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.judge import judge
-from moonep_validate.pipeline.lost import calls_of_lost_rank
+from moonep_validate.pipeline.lost import calls_of_lost_rank, deadlocked
 from moonep_validate.pipeline.record import RECORDERS, add_part, open_trace
 from moonep_validate.pipeline.selection import buffer_key, too_few_gpus
 from moonep_validate.pipeline.worker import record_rank
@@ -31,7 +31,7 @@ from moonep_validate.worlds.autopsy import Rank, autopsy
 from moonep_validate.worlds.dist import DistComm
 from moonep_validate.worlds.flight import Logged, finish, phases
 from moonep_validate.worlds.place import place
-from moonep_validate.worlds.processes import Reply, in_collective
+from moonep_validate.worlds.processes import Reply
 
 if TYPE_CHECKING:
     from moonep_validate.doors.report.files import OutputFolder
@@ -155,8 +155,7 @@ class Parity:
         replies = [
             Reply(phases=phases(r.records), ended=r.ended, stack=r.stack if silent else None) for r in ranks
         ]
-        stacks = [reply.stack for reply in replies if reply.stack]
-        deadlock = bool(stacks) and all(map(in_collective, stacks))
+        deadlock = deadlocked(replies)
         for rank, reply in enumerate(replies):
             if not ranks[rank].done or reply.ended is not None:
                 trace.calls[rank] = _with_error(

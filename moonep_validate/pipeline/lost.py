@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from moonep_validate.trace.trace import Call, Trace
 from moonep_validate.worlds import processes
 from moonep_validate.worlds.autopsy import how_ended
+
+
+def deadlocked(replies: Sequence[processes.Reply]) -> bool:
+    """Whether every rank that still ran waits in a collective: none is busy, so nobody will come."""
+    stacks = [reply.stack for reply in replies if reply.stack]
+    return bool(stacks) and all(map(processes.in_collective, stacks))
 
 
 def calls_of_lost_rank(

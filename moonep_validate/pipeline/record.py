@@ -9,7 +9,7 @@ from moonep_validate.cases.case import Case
 from moonep_validate.data.problem import CPU
 from moonep_validate.faults import Seams
 from moonep_validate.pipeline.job import Job
-from moonep_validate.pipeline.lost import calls_of_lost_rank
+from moonep_validate.pipeline.lost import calls_of_lost_rank, deadlocked
 from moonep_validate.pipeline.selection import buffer_key, too_few_gpus
 from moonep_validate.scenarios import SCENARIOS
 from moonep_validate.sessions.rig import Rig
@@ -100,8 +100,7 @@ def _record_in_processes(job: Job, case: Case, trace: Trace) -> None:
         return
     trace.autopsy = pool.autopsy
     waited = pool.autopsy.get("silent") or job.deadline
-    stacks = [reply.stack for reply in replies if reply.stack is not None]
-    deadlock = bool(stacks) and all(map(processes.in_collective, stacks))
+    deadlock = deadlocked(replies)
     for rank, reply in enumerate(replies):
         if reply.data is not None:
             add_part(trace, rank, reply.data[1:])

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-#: Where the package lies in a checkout's root; SGLang's is in ``python``.
-_USUAL = ("python", "src")
-
 
 def misses(path: str, package: str) -> str | None:
     """Why a package cannot be imported from a folder, and which folder to give instead; None if it can.
@@ -45,4 +42,4 @@ def _others(folder: Path, package: str) -> Iterator[Path]:
     """Folders nearby that hold it: in a checkout's root, or above where the package itself was named."""
     below = (one for one in sorted(folder.iterdir()) if one.is_dir())
     around = (folder.absolute().parent,) if folder.absolute().name == package else ()
-    return (one for one in (*(folder / usual for usual in _USUAL), *around, *below) if _holds(one, package))
+    return (one for one in (*around, *below) if _holds(one, package))
