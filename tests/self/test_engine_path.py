@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from moonep_validate.cases.case import CaseError
+from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.pipeline.make import make_job
 from moonep_validate.pipeline.options import Options
+from moonep_validate.pipeline.target import Engine
 from moonep_validate.subjects.engines.path import misses, outside
 from moonep_validate.subjects.engines.start import generations, package
+from moonep_validate.trace.trace import Part
 from moonep_validate.worlds import processes
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -83,6 +85,18 @@ def test_an_engine_declares_its_package_and_generations(monkeypatch: pytest.Monk
     monkeypatch.setattr(Good, "generations", ("C",))
     with pytest.raises(CaseError, match=r"its integration declares generations \('C',\); known: A, B"):
         generations(GOOD)
+
+
+@pytest.mark.usefixtures("_engines")
+def test_a_generation_that_was_not_declared_or_has_no_taps_is_not_run() -> None:
+    part = Part("real", "some", "1.0")
+    a, b = (Case.parse(f"gen{name}+R2+E8+K2+S16+pad4+hot:5") for name in "AB")
+    calls_a, calls_b = (Engine(GOOD, (name,), None, part, part).subject("cpu", None) for name in "AB")
+    assert (calls_a.generations, calls_b.generations) == (("A",), ("B",))
+    assert calls_a.supports(a) is None
+    assert calls_a.supports(b) == "genB: fake_engine:Good calls MoonEP's generation A; use genA"
+    assert calls_b.supports(a) == "genA: fake_engine:Good calls MoonEP's generation B; use genB"
+    assert calls_b.supports(b) == "genB: taps on an engine know MoonEP's generation A only"
 
 
 @pytest.mark.usefixtures("_engines")

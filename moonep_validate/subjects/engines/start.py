@@ -167,7 +167,7 @@ def engine_subject(
         if case.generation not in calls:
             return f"gen{case.generation}: {engine} calls MoonEP's generation {calls[0]}; use gen{calls[0]}"
         if case.generation not in tap.GENERATIONS:
-            return f"gen{case.generation}: taps on an engine know MoonEP's generation A only; use genA"
+            return f"gen{case.generation}: taps on an engine know MoonEP's generation A only"
         if "buffer" in SCENARIOS[case.scenario.name].needs:
             return f"the scenario {case.scenario} calls a Buffer by itself; an engine has no such door"
         if case.model.name != "moe":
