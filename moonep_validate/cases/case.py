@@ -34,6 +34,7 @@ from moonep_validate.cases.grammar import (
 )
 from moonep_validate.cases.limits import check_case, check_geometry
 from moonep_validate.errors import CaseError
+from moonep_validate.formats.stored import FORMATS
 
 __all__ = ["Case", "CaseError", "Spec"]
 
@@ -97,9 +98,7 @@ class Case:
     def portable(self) -> bool:
         """Whether real hardware accepts the geometry (docs/contract.md, Limits)."""
         planned = self.R % 2 == 0 or self.experts_per_rank % 4 == 0
-        if self.format.name == "mxfp4":  # packed rows count in bytes, and scales in 16384 bytes an expert
-            return self.H % 256 == 0 and self.I % 256 == 0 and self.H * self.I // 32 % 16384 == 0 and planned
-        return self.H % 128 == 0 and self.I % 128 == 0 and planned
+        return planned and FORMATS[self.format.name].portable(self.H, self.I)
 
     def token_count(self, rank: int) -> int:
         """Real tokens of ``rank``; tokens from this index on are padding."""

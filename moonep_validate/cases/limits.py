@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moonep_validate.errors import CaseError
+from moonep_validate.formats.stored import FORMATS
 from moonep_validate.scenarios import SCENARIOS
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _check_scenario(case: Case) -> None:
         slots = f"training needs E/R={case.experts_per_rank} slots; leave slots out"
         _require(case.slots is None, f"{name} with slots{case.slots}: {slots}")
         packed = f"packed weights have no gradients; leave {case.format} out"
-        _require(case.format.name == "bf16", f"{name} with {case.format}: {packed}")
+        _require(FORMATS[case.format.name].scale is None, f"{name} with {case.format}: {packed}")
     for reason in (limit(case) for limit in declared.limits):
         _require(reason is None, f"{name} {reason}")
     model = case.model.name
@@ -115,16 +116,9 @@ def _check_scenario(case: Case) -> None:
 
 
 def _check_format(case: Case) -> None:
-    """What packed weights need."""
-    if case.format.name != "mxfp4":
-        return
-    for name in ("H", "I"):
-        size = getattr(case, name)
-        _require(
-            size % 32 == 0,
-            f"{name}={size}: mxfp4 shares a scale among 32 values, so H and I must be multiples of 32; "
-            f"the next larger {name} is {-(-size // 32) * 32}",
-        )
+    """What the format of the weights needs."""
+    refusal = FORMATS[case.format.name].refusal(case.H, case.I)
+    _require(refusal is None, str(refusal))
 
 
 def _check_model(case: Case) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moonep_validate.formats.stored import FORMATS
+from moonep_validate.formats.weight_format import WeightFormat
 from moonep_validate.scenarios import SCENARIOS
 
 
@@ -48,10 +50,7 @@ _WORDS = {
     "cancel": Word("fill", "fill:cancel", "+-2**30 and 1, so that the order of sums shows; for combine_only"),
     "moe": Word("model", "moe", "routed experts with SiLU-gated FFNs, no router and no shared expert"),
     "k3": Word("model", "k3", "moe inside Kimi-K3's layer: router, latent projections, norm, SiTU, shared expert"),
-    "bf16": Word("format", "bf16", "BF16 expert weights"),
-    "mxfp4": Word(
-        "format", "mxfp4", "uint8 expert weights, two E2M1 codes a byte, with an E8M0 byte per 32 values"
-    ),
+    **{one.name: Word("format", one.name, one.summary) for one in FORMATS.values()},
 }
 _WITNESSES = {
     "slot_used": Word("witness", "@slot_used", "a redundant expert slot holds rows"),
@@ -80,3 +79,9 @@ VOCABULARY: dict[str, Word] = {
     **{name: Word("scenario", s.usage, s.sentence, tuple(s.args.values())) for name, s in SCENARIOS.items()},
     **_WITNESSES,
 }
+
+
+def add_format(one: WeightFormat) -> None:
+    """Make a format of your own a word of cases, as a file of ``formats/stored`` does for those of the suite."""
+    FORMATS[one.name] = one
+    VOCABULARY[one.name] = Word("format", one.name, one.summary)

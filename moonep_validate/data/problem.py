@@ -27,13 +27,14 @@ from torch import Tensor
 from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.cases.layout import Layout
 from moonep_validate.data import routing
-from moonep_validate.formats import mxfp4
+from moonep_validate.formats.stored import FORMATS
+from moonep_validate.formats.weight_format import PROJECTIONS as PROJECTIONS
+from moonep_validate.formats.weight_format import SCALE, WeightFormat, matrices
 from moonep_validate.hashing import below, hashed, normal, unit
 
 CPU = torch.device("cpu")
 #: Weights that are made expert by expert: name -> (shape of one expert, expert -> tensor).
 EachExpert = Mapping[str, tuple[tuple[int, ...], Callable[[int], Tensor]]]
-PROJECTIONS = ("gate", "up", "down")
 _UNIT, _UNITS = 16, 256
 
 #: Model -> projection -> exact factor. In k3, SiTU's caps show (|g| above 2 and |u| above 25 are usual), and a
@@ -229,44 +230,34 @@ def injected_rows(case: Case, rank: int, num_rows: int) -> Tensor:
 
 def projection_shapes(case: Case) -> dict[str, tuple[int, ...]]:
     """Shape of one expert's matrices."""
-    return {"gate": (case.I, case.H), "up": (case.I, case.H), "down": (case.H, case.I)}
+    return dict(matrices(case.H, case.I))
 
 
-def stored_shapes(case: Case) -> dict[str, tuple[int, ...]]:
-    """Shape of one expert's tensors as the case's format stores them; scales come after all weights."""
-    shapes = projection_shapes(case)
-    if case.format.name == "bf16":
-        return shapes
-    codes: dict[str, tuple[int, ...]] = {name: (rows, columns // 2) for name, (rows, columns) in shapes.items()}
-    return codes | {f"{name}_scale": (rows, columns // mxfp4.BLOCK) for name, (rows, columns) in shapes.items()}
-
-
-def stored_dtype(case: Case) -> torch.dtype:
-    """The dtype of all weight tensors of the case's format."""
-    return torch.bfloat16 if case.format.name == "bf16" else torch.uint8
+def format_of(case: Case) -> WeightFormat:
+    """The format that a case stores its weights in."""
+    return FORMATS[case.format.name]
 
 
 def stored(case: Case, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights in the case's format, by the names of ``stored_shapes``.
+    """Weights in the case's format, by name.
 
     Args:
         case: whose format and fill.
         weights: projection -> bf16 ``[experts, rows, columns]``.
 
     Raises:
-        CaseError: if the fill promises exact sums and a weight is no code times a scale.
+        CaseError: if the fill promises exact sums and the format cannot hold a weight exactly.
     """
-    if case.format.name == "bf16":
-        return dict(weights)
-    packed = {name: mxfp4.encode(weights[name]) for name in PROJECTIONS}
+    form = format_of(case)
+    whole = form.store(weights)
     if case.fill.name == "ints":
-        for name, (codes, scale) in packed.items():
-            if not torch.equal(mxfp4.decode(codes, scale, torch.bfloat16), weights[name]):
+        values = form.values([whole[name] for name in form.names], torch.bfloat16)
+        for name, got in zip(PROJECTIONS, values, strict=True):
+            if not torch.equal(got, weights[name]):
                 raise CaseError(
-                    f"{case}: a {name} weight of fill:ints is no E2M1 code times a scale; use fill:real"
+                    f"{case}: {form.name} does not hold a {name} weight of fill:ints exactly; use fill:real"
                 )
-    whole = {name: codes for name, (codes, _) in packed.items()}
-    return whole | {f"{name}_scale": scale for name, (_, scale) in packed.items()}
+    return whole
 
 
 def packed_weights(case: Case) -> EachExpert:
@@ -276,7 +267,7 @@ def packed_weights(case: Case) -> EachExpert:
     a row and 16384 scale bytes an expert.
     """
     rows, columns = max(case.I, 128), max(case.H // 2, 128)
-    shapes = dict.fromkeys(PROJECTIONS, (rows, columns)) | {f"{name}_scale": (128, 128) for name in PROJECTIONS}
+    shapes = dict.fromkeys(PROJECTIONS, (rows, columns)) | {f"{name}{SCALE}": (128, 128) for name in PROJECTIONS}
     return {name: (shape, partial(_packed, name, case.seed, shape)) for name, shape in shapes.items()}
 
 

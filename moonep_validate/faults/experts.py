@@ -179,5 +179,6 @@ def _(call: Next, rows: Tensor, row_weights: Tensor, cu_seqlens: Tensor, weights
 def _(call: Next, rows: Tensor, row_weights: Tensor, cu_seqlens: Tensor, weights: Any) -> Any:
     """One rank's kernel takes 126 for the bias of the down scales, so its weights are twice as large."""
     if _packed(weights):
-        weights = [*weights[:5], weights[5].clamp(max=253) + 1]
+        scale = weights[5]
+        weights = [*weights[:5], scale * 2 if scale.is_floating_point() else scale.clamp(max=253) + 1]
     return call(rows, row_weights, cu_seqlens, weights)

@@ -21,13 +21,18 @@ _ELSEWHERE = ("scales-never-tiled", "scales-tiled-twice", "scale-word-order", "p
 
 def _register(of: ByteFault) -> None:
     def changed(call: Next, weights: Mapping[str, Tensor], seed: int = 0) -> Mapping[str, Tensor]:
-        packed = "gate_scale" in weights
-        result: Mapping[str, Tensor] = call(_applied(of, weights, seed) if packed else weights)
+        result: Mapping[str, Tensor] = call(_applied(of, weights, seed) if _is_mxfp4(weights) else weights)
         return result
 
     changed.__doc__ = f"One rank loads packed weights in which {of.summary}."
     refused = of.id == "scale-nan"
     fault(f"loaded-{of.id}", on="weights.stored", stage="load", bugs=of.bugs, crashes=refused)(changed)
+
+
+def _is_mxfp4(weights: Mapping[str, Tensor]) -> bool:
+    """Whether there is a scale byte for each 16 bytes of codes."""
+    scale = weights.get("gate_scale")
+    return scale is not None and scale.element_size() == 1 and scale.numel() * 16 == weights["gate"].numel()
 
 
 def _applied(of: ByteFault, weights: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:

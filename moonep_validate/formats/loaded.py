@@ -7,7 +7,7 @@ the experts and the shard of one rank; ``compare`` says, byte by byte, what is t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -169,16 +169,3 @@ def _cut_identity(who: Identity, matrix: str, start: int, end: int) -> Identity:
     if matrix == "w2":
         rows, blocks = slice(None), slice(start // mxfp4.BLOCK, end // mxfp4.BLOCK)
     return Identity(**{name: field[rows, blocks] for name, field in vars(who).items()})
-
-
-def refuse_nan(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse scale byte 0xFF in tensors that are about to be loaded; names that end in ``scale`` are scales.
-
-    Raises:
-        FormatError: naming the first such tensor and position.
-    """
-    for name, tensor in tensors:
-        if name.endswith("scale"):
-            if tensor.element_size() != 1:
-                raise FormatError(f"{name} is {tensor.dtype}: scales are bytes; a float scale would be rounded")
-            mxfp4.refuse_nan_scales(name, tensor)

@@ -167,8 +167,10 @@ def refuse_nan_scales(name: str, scale: Tensor) -> None:
     """Refuse the scale byte 0xFF at load: decoders disagree on it, from NaN to 1.7e38 (docs/formats.md, Y7).
 
     Raises:
-        FormatError: naming the tensor, how many bytes, and the first position.
+        FormatError: naming the tensor, how many bytes, and the first position; and for scales that are no bytes.
     """
+    if scale.element_size() != 1:
+        raise FormatError(f"{name} is {scale.dtype}: scales are bytes; a float scale would be rounded")
     bad = as_bytes(scale) == NAN_SCALE
     if count := int(bad.sum()):
         place = ", ".join(str(int(i)) for i in bad.nonzero()[0])

@@ -18,6 +18,8 @@ from torch import Tensor
 from moonep_validate.cases.case import Case
 from moonep_validate.cases.layout import Bools, Ints, Layout
 from moonep_validate.cases.limits import buffer_rows
+from moonep_validate.formats.stored import FORMATS
+from moonep_validate.formats.weight_format import PROJECTIONS, WeightFormat
 from moonep_validate.judge.forms import Called, Misfit, expected, misfits
 from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.oracle.plan import Plan
@@ -152,9 +154,15 @@ class Step:
         return self.tap(op, name).numpy().astype(np.int64)
 
     @property
-    def has_scales(self) -> bool:
-        """Whether the layer's weights were loaded as packed codes with scales."""
-        return "local_gate_scale" in self.call("load", 0).tensors
+    def format(self) -> WeightFormat:
+        """The format that the layer's weights are stored in."""
+        return FORMATS[self.case.format.name]
+
+    def stored_names(self, op: str, prefix: str) -> list[str]:
+        """The weights of a call, as ``format.names`` has them; without scales where they were decoded before."""
+        recorded = self.call(op, 0).tensors  # a trace that has travelled keeps no order
+        scaled = f"{prefix}{self.format.names[-1]}" in recorded
+        return list(self.format.names if scaled else PROJECTIONS)
 
     @property
     def arithmetic(self) -> Arithmetic:

@@ -14,7 +14,7 @@ from typing import Any
 from moonep_validate.cases.case import Case
 from moonep_validate.cases.layout import Layout
 from moonep_validate.data.k3 import model_width
-from moonep_validate.data.problem import packed_weights, projection_shapes, stored_dtype, stored_shapes
+from moonep_validate.data.problem import format_of, packed_weights, projection_shapes
 from moonep_validate.scenarios import SCENARIOS
 from moonep_validate.trace.keep import DIGEST, Keep
 from moonep_validate.trace.trace import Call, form_of
@@ -184,7 +184,7 @@ def _dispatch(c: Called) -> Forms:
 
 
 def _load(c: Called) -> Forms:
-    return dict(_weights(c, "local_", c.layout.experts_per_rank, stored_shapes(c.case)))
+    return dict(_weights(c, "local_", c.layout.experts_per_rank, _stored(c.case)))
 
 
 def _prefetch(c: Called) -> Forms:
@@ -204,13 +204,18 @@ def _prefetched(case: Case) -> Mapping[str, Shape]:
     """Shape of one expert's tensors as prefetch moves them."""
     if SCENARIOS[case.scenario.name].packs:
         return {name: shape for name, (shape, _) in packed_weights(case).items()}
-    return stored_shapes(case)
+    return _stored(case)
+
+
+def _stored(case: Case) -> Mapping[str, Shape]:
+    """Shape of one expert's tensors as the format of the case stores them."""
+    return format_of(case).shapes(case.H, case.I)
 
 
 def _weights(c: Called, prefix: str, length: int, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Form]]:
     """Weights of so many experts; an engine may pad rows and columns, in the same way everywhere."""
-    dtype = "uint8" if SCENARIOS[c.case.scenario.name].packs else str(stored_dtype(c.case)).removeprefix("torch.")
     for name, shape in shapes.items():
+        dtype = "uint8" if SCENARIOS[c.case.scenario.name].packs else format_of(c.case).piece(name).dtype
         own = c.noted.get(f"local_{name}") if c.engine else None
         one, held = (tuple(own["shape"][1:]), own["dtype"]) if own else (shape, dtype)
         yield prefix + name, Form((length, *one), held)
@@ -228,7 +233,7 @@ def _experts(c: Called) -> Forms:
     if "valid" in c.noted:
         forms["valid"] = Form((rows,), "bool")
     if not c.engine:
-        forms |= _weights(c, "weight_", groups, stored_shapes(c.case))
+        forms |= _weights(c, "weight_", groups, _stored(c.case))
     return forms | {
         name: Form((groups, *form["shape"][1:]), form["dtype"])
         for name, form in c.noted.items()

@@ -10,7 +10,7 @@ from moonep_validate.cases.layout import Ints, Layout
 from moonep_validate.judge.facts import Missing, Step
 from moonep_validate.judge.oracle.offsets import offsets
 from moonep_validate.judge.oracle.plan import make_plan
-from moonep_validate.judge.oracle.statistics import expert_bytes, plan_stats
+from moonep_validate.judge.oracle.statistics import plan_stats
 
 
 def measures(steps: Iterable[Step]) -> dict[str, float]:
@@ -54,7 +54,7 @@ def _cost_of_pads(steps: list[Step]) -> dict[str, float]:
             continue
         if ((topk < 0) | (topk >= layout.E)).any():  # check I2 says so; there is no plan to compare with
             continue
-        size = expert_bytes(step.case.H, step.case.I, "bf16")
+        size = step.format.expert_bytes(step.case.H, step.case.I)
         as_dispatched = step.oracle_plan or make_plan(topk, layout)
         at_home = make_plan(_at_home(topk, tokens, layout), layout)
         for prefix, plan in (("pads", as_dispatched), ("local_pads", at_home)):

@@ -26,7 +26,6 @@ from moonep_validate.worlds.comm import Comm
 
 NAN = float("nan")
 _BYTE_POISON = 0xA5  # a usual pair of E2M1 codes: bytes have no value that says "never written"
-_NAN_SCALE = 0xFF  # E8M0's only NaN: a scale that is read although nobody wrote it turns a whole block into NaN
 _FIRST_OF_OTHERS = 16  # no scenario has as many layers of its own
 
 
@@ -129,13 +128,10 @@ class Rig:
             return transformed_weights(self.case, rank, self.layers[layer])
         return expert_weights(self.case, rank, layer, self.device)
 
-    def poison(self, tensor: Tensor) -> None:
-        """Fill undefined memory; bytes get a byte pattern, since they have no NaN."""
-        tensor.fill_(self.poison_value if tensor.is_floating_point() else _BYTE_POISON)
-
-    def poison_scale(self, scale: Tensor) -> None:
-        """Fill undefined E8M0 scales: they do have a NaN, and a large number is like any other byte."""
-        scale.fill_(_NAN_SCALE if self.poison_value != self.poison_value else _BYTE_POISON)
+    def poison(self, tensor: Tensor, nan: int | None = None) -> None:
+        """Fill undefined memory; bytes get a pattern, or ``nan``, the byte that decodes to NaN."""
+        usual = _BYTE_POISON if nan is None or self.poison_value == self.poison_value else nan
+        tensor.fill_(self.poison_value if tensor.is_floating_point() else usual)
 
     def poison_padding(self, rows: Tensor, end: int, ranges: Tensor) -> None:
         """Fill rows after the last group, and the padding rows of ``zero_fill_ranges``."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from moonep_validate.cases.case import Case, CaseError, Spec
 from moonep_validate.data import routing
+from moonep_validate.formats.stored import FORMATS
 from moonep_validate.judge.verdict import Verdict
 
 Signature = tuple[str, str, str]
@@ -89,7 +90,7 @@ def _changes(case: Case) -> Iterator[dict[str, object]]:
     yield from _geometry(case)
     if case.format.name != "bf16":
         yield {"format": Spec("bf16")}
-    width = 8 if case.format.name == "bf16" else 32  # packed weights share a scale among 32 values
+    width = max(8, FORMATS[case.format.name].block)
     for name, small in (("H", width), ("I", width), ("pad", 1), ("seed", 0)):
         if getattr(case, name) != small and (name == "seed" or getattr(case, name) > small):
             yield {name: small}

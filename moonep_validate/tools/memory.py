@@ -12,7 +12,7 @@ from typing import Any
 from moonep_validate.cases.case import CaseError
 from moonep_validate.cases.layout import Layout
 from moonep_validate.formats.kimi_k3 import Geometry
-from moonep_validate.judge.oracle.statistics import BYTES_PER_ELEMENT, expert_bytes
+from moonep_validate.formats.stored import FORMATS
 
 MODELS = {"kimi-k3": Geometry()}
 #: GiB that CUDA reports as the total of a GPU, a little less than on its label.
@@ -75,7 +75,7 @@ def plan(
         geometry: the model's routed experts.
         generation: ``"A"`` or ``"B"``.
         ep: ranks of the expert-parallel group; must divide the experts.
-        weight_format: bf16, fp8 or mxfp4.
+        weight_format: of ``FORMATS``.
         tokens: the most tokens a rank dispatches at once (S).
         pad: ``token_padding``.
         slots: redundant experts per rank, generation A only.
@@ -83,10 +83,10 @@ def plan(
     Raises:
         CaseError: for a format that is not known, or sizes that no MoonEP build accepts.
     """
-    if weight_format not in BYTES_PER_ELEMENT:
-        raise CaseError(f"--format is {weight_format!r}; known: {', '.join(BYTES_PER_ELEMENT)}")
+    if weight_format not in FORMATS:
+        raise CaseError(f"--format is {weight_format!r}; known: {', '.join(FORMATS)}")
     layout = Layout(generation, ep, geometry.num_experts, geometry.top_k, tokens, pad, slots)
-    size = expert_bytes(geometry.latent, geometry.intermediate, weight_format)
+    size = FORMATS[weight_format].expert_bytes(geometry.latent, geometry.intermediate)
     own = layout.experts_per_rank
     lines = (
         Line(

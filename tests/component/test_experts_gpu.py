@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moonep_validate.cases.case import Case
+from moonep_validate.formats import fp8
 from moonep_validate.hashing import hashed, normal, unit
 from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.oracle.dense import pieces
@@ -29,7 +30,7 @@ from moonep_validate.pipeline.options import Options
 from moonep_validate.pipeline.run import run_case
 from moonep_validate.reference.experts import swiglu
 from moonep_validate.subjects import experts
-from moonep_validate.subjects.experts import deepgemm, fp8
+from moonep_validate.subjects.experts import deepgemm
 from moonep_validate.subjects.experts.behaviour import behaviour
 from moonep_validate.subjects.experts.implementation import Experts, Unavailable
 from moonep_validate.subjects.experts.permute import row_groups, tile

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moonep_validate.formats import fp8
 from moonep_validate.reference.experts import swiglu
-from moonep_validate.subjects.experts import deepgemm, fp8
+from moonep_validate.subjects.experts import deepgemm
 from moonep_validate.subjects.experts.implementation import Activation
 from moonep_validate.subjects.experts.permute import Tiles, row_groups, tile
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moonep_validate.cases.case import Case
+from moonep_validate.formats import fp8
 from moonep_validate.hashing import hashed, normal
 from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.oracle.bounds import block_variance
@@ -18,7 +19,7 @@ from moonep_validate.pipeline.options import Options
 from moonep_validate.pipeline.run import run_case
 from moonep_validate.reference.experts import swiglu
 from moonep_validate.subjects import experts
-from moonep_validate.subjects.experts import deepgemm, fp8
+from moonep_validate.subjects.experts import deepgemm
 from moonep_validate.subjects.experts.behaviour import behaviour
 from moonep_validate.subjects.experts.implementation import Unavailable
 from tests.self import fake_deep_gemm as fake

@@ -10,7 +10,8 @@ from moonep_validate.formats import FormatError, identity, layouts, mxfp4
 from moonep_validate.formats.identity import Identity
 from moonep_validate.formats.kimi_k3 import Geometry
 from moonep_validate.formats.layouts import ORDERS, Order, Packed
-from moonep_validate.formats.loaded import Loaded, Shard, compare, due, refuse_nan
+from moonep_validate.formats.loaded import Loaded, Shard, compare, due
+from moonep_validate.formats.stored import FORMATS
 
 GEOMETRY = Geometry().scaled(16, num_experts=5, top_k=2, moe_layers=3)
 SOURCE = identity.source(GEOMETRY)
@@ -334,12 +335,13 @@ def test_padding_of_a_loader_is_judged() -> None:
 
 def test_loading_refuses_nan_and_float_scales() -> None:
     scale = SOURCE(1, 0, "w1")[1].clone()
-    refuse_nan([("w1.weight_packed", torch.full((2, 2), 255)), ("w1.weight_scale", scale)])
+    mxfp4 = FORMATS["mxfp4"]
+    mxfp4.refuse_scales("rank 0", {"gate": torch.full((2, 2), 255), "gate_scale": scale})
     scale[4, 2] = 255
-    with pytest.raises(FormatError, match=r"w1\.weight_scale\[4, 2\] is scale byte 0xFF"):
-        refuse_nan([("w1.weight_scale", scale)])
-    with pytest.raises(FormatError, match=r"w1\.weight_scale is torch\.float32: scales are bytes"):
-        refuse_nan([("w1.weight_scale", scale.float())])
+    with pytest.raises(FormatError, match=r"rank 0: gate_scale\[4, 2\] is scale byte 0xFF"):
+        mxfp4.refuse_scales("rank 0", {"gate_scale": scale})
+    with pytest.raises(FormatError, match=r"rank 0: gate_scale is torch\.float32: scales are bytes"):
+        mxfp4.refuse_scales("rank 0", {"gate_scale": scale.float()})
 
 
 def test_identity_fields_are_one_shape() -> None:

@@ -53,7 +53,7 @@ def checkpoint(
 def memory(
     model: Annotated[str, typer.Option(help="kimi-k3, or a folder with a checkpoint's config.json.")] = "kimi-k3",
     ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.")] = 16,
-    weight_format: Annotated[str, typer.Option("--format", help="Weight format: bf16, fp8 or mxfp4.")] = "mxfp4",
+    weight_format: Annotated[str, typer.Option("--format", help="Weight format, a word of a case.")] = "mxfp4",
     tokens: Annotated[int, typer.Option(min=1, help="Most tokens a rank dispatches at once.")] = 4096,
     layers: Annotated[int | None, typer.Option(min=1, help="MoE layers on a rank [all of the model].")] = None,
     pad: Annotated[int, typer.Option(min=1, help="token_padding of the Buffer.")] = 128,

@@ -32,19 +32,20 @@ def plan(
     intermediate: Annotated[
         int | None, typer.Option(min=1, help="Intermediate size of an expert [case's I, or 3072].")
     ] = None,
-    weight_format: Annotated[str, typer.Option("--format", help="Weight format: bf16, fp8 or mxfp4.")] = "bf16",
+    weight_format: Annotated[str, typer.Option("--format", help="Weight format, a word of a case.")] = "bf16",
 ) -> None:
     """Show what MoonEP will do with a routing."""
     from moonep_validate.doors.report.plan_table import show_plan
-    from moonep_validate.judge.oracle.statistics import BYTES_PER_ELEMENT, expert_bytes, plan_stats
+    from moonep_validate.formats.stored import FORMATS
+    from moonep_validate.judge.oracle.statistics import plan_stats
     from moonep_validate.tools.plan_input import plan_json, read_routings
 
     if case is None and input is None:
         raise CaseError("plan needs either --case or --input")
-    one_of("--format", weight_format, tuple(BYTES_PER_ELEMENT))
+    one_of("--format", weight_format, tuple(FORMATS))
     whole = Case.parse(case) if case else None
-    size = expert_bytes(
-        hidden or (whole.H if whole else 3584), intermediate or (whole.I if whole else 3072), weight_format
+    size = FORMATS[weight_format].expert_bytes(
+        hidden or (whole.H if whole else 3584), intermediate or (whole.I if whole else 3072)
     )
     with _opened(input) as source:
         layout = Layout.of(whole) if whole else None

@@ -8,7 +8,6 @@ from statistics import mode
 import numpy as np
 import torch
 
-from moonep_validate.data.problem import PROJECTIONS
 from moonep_validate.judge.checks import Compared, axes, differ, differ_bits
 from moonep_validate.judge.facts import Absent, Missing, Step
 from moonep_validate.judge.registry import check
@@ -22,9 +21,7 @@ def _tokens(s: Step, rank: int) -> int:
 @check("I8", "load", needs="full")
 def loaded_bytes(s: Step) -> Iterator[Compared]:
     """A rank's weights are the checkpoint's bytes, in expert order (generation A: all experts, B: its own)"""
-    loaded = s.call("load", 0).tensors  # a trace that has travelled keeps no order
-    names = [*PROJECTIONS, *(f"{name}_scale" for name in PROJECTIONS)]
-    for name in (one for one in names if f"local_{one}" in loaded):
+    for name in s.stored_names("load", "local_"):
         want = s.tap("load", f"local_{name}").flatten(0, 1)
         for rank in range(s.case.R):
             first = rank * s.case.experts_per_rank

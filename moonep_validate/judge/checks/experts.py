@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moonep_validate.cases.layout import Bools, Ints
-from moonep_validate.data.problem import PROJECTIONS
-from moonep_validate.formats import mxfp4
 from moonep_validate.judge.checks import Compared, differ_beyond, unchanged_inputs
 from moonep_validate.judge.checks.identity import said_of
 from moonep_validate.judge.facts import Absent, Step
@@ -31,7 +29,7 @@ def _rank_rows(s: Step, rank: int) -> Compared:
     given, row_weights, out = (s.one("experts", rank, name) for name in ("rows", "row_weights", "out"))
     rows, index, group = _places(s, rank)
     weights = stored_weights(s, rank)
-    values = decoded_weights(weights)
+    values = s.format.values(weights, torch.float32)
     want, variance = grouped_rows(given[index], group, values, row_weights[index], s.arithmetic)
     got = out[index].double()
 
@@ -45,7 +43,7 @@ def _rank_rows(s: Step, rank: int) -> Compared:
     known = s.has_call("dispatch", rank) and not s.has("experts", "sample")  # else groups have other numbers
     names = s.group_expert[rank] if known else np.full(len(values[0]), -1)
     row = given[index[first]], row_weights[index[first]], got[first]
-    return compared.noting(said_of(row, int(group[first]), weights, names, s.arithmetic))
+    return compared.noting(said_of(row, int(group[first]), weights, names, s.arithmetic, s.format))
 
 
 def _places(s: Step, rank: int) -> tuple[Ints, Tensor, Tensor]:
@@ -78,18 +76,7 @@ def _row_place(s: Step, rank: int, row: int, group: int) -> dict[str, int]:
 
 def stored_weights(s: Step, rank: int) -> list[Tensor]:
     """gate, up and down as the experts were given them, then their scales if they are packed."""
-    names = [f"weight_{name}" for name in PROJECTIONS]
-    packed = f"{names[0]}_scale" in s.call("experts", rank).tensors
-    names += [f"{name}_scale" for name in names] if packed else []
-    return [s.one("experts", rank, name) for name in names]
-
-
-def decoded_weights(weights: Sequence[Tensor]) -> list[Tensor]:
-    """gate, up and down as numbers."""
-    count = len(PROJECTIONS)
-    if len(weights) == count:
-        return list(weights)
-    return [mxfp4.decode(*pair) for pair in zip(weights[:count], weights[count:], strict=True)]
+    return [s.one("experts", rank, f"weight_{name}") for name in s.stored_names("experts", "weight_")]
 
 
 @check("P2", "experts", needs="full")

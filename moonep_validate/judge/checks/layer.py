@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from moonep_validate.cases.layout import Ints
-from moonep_validate.data.problem import PROJECTIONS
-from moonep_validate.formats import mxfp4
 from moonep_validate.judge.checks import Compared, Place, differ_beyond, differ_bits
 from moonep_validate.judge.facts import Absent, Missing, Step
 from moonep_validate.judge.oracle.dense import dense_layer
@@ -41,18 +39,11 @@ def dense_reference(s: Step) -> Iterator[Compared]:
     route_weights = torch.where(ids < 0, 0, route_weights)  # an invalid route counts for nothing (I2)
     if s.info("layer", "marked", False):  # the slots' down projection changed its sign: so does what they compute
         route_weights = torch.where(torch.from_numpy(s.in_slot[rank, token]), -route_weights, route_weights)
-    weights = [_weight(s, name) for name in PROJECTIONS]
+    stored = [s.tap("load", f"local_{name}").flatten(0, 1) for name in s.stored_names("load", "local_")]
+    weights = s.format.values(stored, torch.float32)  # of all experts: ``[E, rows, columns]``
     place = _rank_of(s, rank, token)
     want, variance = dense_layer(hidden, ids.clamp(min=0), route_weights, weights, place, s.arithmetic)
     yield differ_beyond("layer output", want, got.double(), variance, s.arithmetic, _place(rank, token))
-
-
-def _weight(s: Step, name: str) -> Tensor:
-    """One projection of all experts as numbers: ``[E, rows, columns]``."""
-    weight = s.tap("load", f"local_{name}").flatten(0, 1)
-    if not s.has_scales:
-        return weight
-    return mxfp4.decode(weight, s.tap("load", f"local_{name}_scale").flatten(0, 1))
 
 
 def _place(rank: Ints, token: Ints) -> Place:

@@ -13,6 +13,7 @@ import numpy as np
 
 from moonep_validate.cases.case import Case
 from moonep_validate.cases.layout import Layout
+from moonep_validate.formats.stored import FORMATS
 
 INT32 = 2**31
 
@@ -64,9 +65,11 @@ def offsets(case: Case) -> list[Offset]:
             "a slot in the pools of all ranks: (rank * slots + slot) * I * H", case.R * layout.num_slots, I * H
         ),
     ]
-    if case.format.name == "mxfp4":
-        found.append(Offset("packed codes of a group, in bytes: group * I * H / 2", groups, I * H // 2))
-        found.append(Offset("scales of a group: group * I * H / 32", groups, I * H // 32))
+    form = FORMATS[case.format.name]
+    if scale := form.scale:
+        for what, piece in (("packed codes of a group, in bytes", form.codes), ("scales of a group", scale)):
+            values = piece.rows * piece.columns
+            found.append(Offset(f"{what}: group * I * H" + f" / {values}" * (values > 1), groups, I * H // values))
     return found
 
 

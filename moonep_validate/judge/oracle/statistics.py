@@ -8,21 +8,13 @@ import numpy as np
 
 from moonep_validate.judge.oracle.plan import Plan
 
-#: Bytes per weight element, scales included: MXFP4 has 4 bits and one 8-bit scale per 32 elements.
-BYTES_PER_ELEMENT = {"bf16": 2.0, "fp8": 1.0, "mxfp4": 0.5 + 1 / 32}
-
-
-def expert_bytes(hidden: int, intermediate: int, weight_format: str) -> int:
-    """Bytes of one expert: gate, up and down of ``hidden * intermediate`` elements each."""
-    return round(3 * hidden * intermediate * BYTES_PER_ELEMENT[weight_format])
-
 
 def plan_stats(plan: Plan, bytes_per_expert: int) -> dict[str, Any]:
     """Figures of one plan.
 
     Args:
         plan: all ranks.
-        bytes_per_expert: see ``expert_bytes``.
+        bytes_per_expert: see ``WeightFormat.expert_bytes``.
 
     Returns:
         ``slots_used``: copies of experts in the whole group; ``slots_used_per_rank`` and ``slots`` (there are).

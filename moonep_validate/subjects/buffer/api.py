@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from types import ModuleType
 from typing import Any
@@ -97,8 +97,8 @@ class Slots:
         self,
         case: Case,
         comm: Comm,
-        shapes: dict[str, tuple[int, ...]],
-        dtypes: dict[str, torch.dtype],
+        shapes: Mapping[str, tuple[int, ...]],
+        dtypes: Mapping[str, torch.dtype],
         gap: int = 0,
         rows: Callable[[str], Tensor] | None = None,
     ) -> None:

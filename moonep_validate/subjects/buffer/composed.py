@@ -19,12 +19,10 @@ from moonep_validate.data.problem import (
     Batch,
     EachExpert,
     compute_rows,
+    format_of,
     projection_shapes,
     stored,
-    stored_dtype,
-    stored_shapes,
 )
-from moonep_validate.formats.loaded import refuse_nan
 from moonep_validate.reference.experts import swiglu
 from moonep_validate.reference.routed import situ
 from moonep_validate.sessions.protocols import (
@@ -53,15 +51,6 @@ PLAN_FIELDS = (
     "dup_counts",
 )
 _ACTIVATION_OF: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"moe": swiglu, "k3": situ}
-_SIGNS = 0x88
-
-
-def negate(weight: Tensor) -> None:
-    """Change the sign of every value in place: of BF16, or of the two E2M1 codes of a byte."""
-    if weight.dtype == torch.uint8:
-        weight.bitwise_xor_(_SIGNS)
-    else:
-        weight.neg_()
 
 
 class ComposedSession:
@@ -76,7 +65,7 @@ class ComposedSession:
     def __init__(self, rig: Rig, buffer: Callable[..., Any], group: Any) -> None:
         case = rig.case
         self.rig, self.case, self.rank = rig, case, rig.comm.rank
-        self.layout = Layout.of(case)
+        self.layout, self.format = Layout.of(case), format_of(case)
         construct = rig.seams.around("buffer.construct", make_buffer)
         # Typed as what scripts may call; each build has more (a view, leases), which is asked for with getattr.
         self.buffer: MoonEPBuffer = construct(buffer, case, group)
@@ -100,22 +89,26 @@ class ComposedSession:
     def weights(self) -> Slots:
         """The weights in the case's format; allocated when first used, collective."""
         if self._weights is None:
-            self._weights = self.make_slots(stored_shapes(self.case), stored_dtype(self.case))
+            shapes = self.format.shapes(self.case.H, self.case.I)
+            self._weights = self.make_slots(shapes, self.format.dtypes())
         return self._weights
 
     def make_slots(
-        self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, gap: int = 0, local_first: bool = False
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtypes: Mapping[str, torch.dtype],
+        gap: int = 0,
+        local_first: bool = False,
     ) -> Slots:
         """Allocate weights with slots; collective. In generation A a rank's own experts may come first (W6)."""
         due = torch.from_numpy(local_first_rows(self.case, self.rank))
         rows = partial(self._weight_rows, due) if local_first else None
-        return Slots(self.case, self.rig.comm, shapes, dict.fromkeys(shapes, dtype), gap, rows)
+        return Slots(self.case, self.rig.comm, shapes, dtypes, gap, rows)
 
     def make_packed_slots(self, weights: EachExpert, gap: int = 0, local_first: bool = False) -> Slots:
         """Allocate uint8 weights with slots; collective."""
-        return self.make_slots(
-            {name: shape for name, (shape, _) in weights.items()}, torch.uint8, gap, local_first
-        )
+        shapes = {name: shape for name, (shape, _) in weights.items()}
+        return self.make_slots(shapes, dict.fromkeys(shapes, torch.uint8), gap, local_first)
 
     def num_groups(self) -> int:
         """Length of ``cu_seqlens``."""
@@ -142,7 +135,7 @@ class ComposedSession:
             own = weights.own if weights.needs_all_experts else slice(None)
             call.put(**{f"local_{name}": due[name][own] for name in weights.names})
             given = self._stored(due)
-            refuse_nan((f"layer {layer}, rank {self.rank}: {name}", tensor) for name, tensor in given.items())
+            self.format.refuse_scales(f"layer {layer}, rank {self.rank}", given)
             weights.load(given)
         self.layer = layer
 
@@ -170,7 +163,7 @@ class ComposedSession:
             self.rig.poison(sent.rows[sent.end :])
             self.prefetch(step, sent.plan, async_finish=flags.get("async_finish", False))
             if mark:  # not sooner: prefetch would write over it
-                negate(self.weights.slots("down"))
+                self.format.negate(self.weights.slots("down"))
             out = self.experts(step, sent, in_place=flags.get("zero_copy", False))
             result = self.combine(step, sent, out, **flags)
             call.put(out=result)
@@ -180,8 +173,7 @@ class ComposedSession:
         """Fill this rank's slots; recorded, since peers may push from the next prefetch on (W4)."""
         with self.rig.recorder.call(step, "poison_slots"):
             for name in self.weights.names:
-                fill = self.rig.poison_scale if name.endswith("_scale") else self.rig.poison
-                fill(self.weights.slots(name))
+                self.rig.poison(self.weights.slots(name), self.format.piece(name).nan)
 
     def dispatch(
         self,

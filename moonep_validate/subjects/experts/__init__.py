@@ -18,14 +18,14 @@ from torch import Tensor
 
 from moonep_validate.cases.case import Case, CaseError, Spec
 from moonep_validate.data.k3 import SITU_BETA, SITU_LINEAR_BETA
-from moonep_validate.formats import mxfp4
+from moonep_validate.data.problem import format_of
+from moonep_validate.formats.stored import FORMATS
 from moonep_validate.judge.oracle.arithmetic import ROUNDS
 from moonep_validate.subjects.experts import deepgemm, loop, torch_grouped
 from moonep_validate.subjects.experts.implementation import (
     ACTIVATIONS,
     ANYWHERE,
     DEVICES,
-    FORMATS,
     Activation,
     Experts,
     Unavailable,
@@ -107,16 +107,10 @@ def prepared(name: str, case: Case, activation: Activation) -> Callable[..., Ten
         if found.device not in (ANYWHERE, rows.device.type):
             x, factors, ends = (tensor.to(found.device) for tensor in (x, factors, ends))
             moved = [weight.to(found.device) for weight in moved]
-        given = decoded(moved, torch.bfloat16) if decoding else moved
+        given = format_of(case).values(moved, torch.bfloat16) if decoding else moved
         return found.compute(x, factors, ends, given, activation).to(rows.device)
 
     return experts
-
-
-def decoded(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """gate, up and down of ``dtype`` from packed ones followed by their scales."""
-    codes, scales = weights[: len(weights) // 2], weights[len(weights) // 2 :]
-    return [mxfp4.decode(code, scale, dtype) for code, scale in zip(codes, scales, strict=True)]
 
 
 def activation_named(text: str) -> str:
@@ -146,7 +140,7 @@ def _of_user(module_name: str, function_name: str) -> Experts:
         raise CaseError(f"--experts {name} cannot be had: {type(error).__name__}: {error}") from None
     rounds = _said(function, "rounds", (), ROUNDS)
     activations = _said(function, "activations", ("silu",), ACTIVATIONS)
-    formats = _said(function, "formats", ("bf16",), FORMATS)
+    formats = _said(function, "formats", ("bf16",), tuple(FORMATS))
     origin = getattr(module, "__moonep_origin__", "real")
     part = Part(origin, rounds=rounds, **asdict(provenance(module)))
     device = getattr(function, "device", "cpu")

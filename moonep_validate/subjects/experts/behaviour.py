@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moonep_validate.subjects.experts import fp8
+from moonep_validate.formats import fp8
 from moonep_validate.subjects.experts.deepgemm import ENTRIES, Library
 from moonep_validate.subjects.provenance import provenance
 

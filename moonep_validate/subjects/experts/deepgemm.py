@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moonep_validate.cases.case import Case
-from moonep_validate.subjects.experts import fp8
+from moonep_validate.formats import fp8
 from moonep_validate.subjects.experts.implementation import Activation, Experts, Unavailable
 from moonep_validate.subjects.experts.permute import Tiles, tile
 from moonep_validate.subjects.provenance import provenance

@@ -18,7 +18,6 @@ Activation = Callable[[Tensor, Tensor], Tensor]
 Compute = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor], Activation], Tensor]
 
 ACTIVATIONS = ("silu", "situ")
-FORMATS = ("bf16", "mxfp4")
 DEVICES = ("cpu", "cuda")
 #: The device of a part that computes where its rows are; nothing is moved for it.
 ANYWHERE = "any"
@@ -42,7 +41,7 @@ class Experts:
         device: where its tensors live, one of ``DEVICES``; others are copied there and back. Or ``ANYWHERE``.
         activations: of ``ACTIVATIONS``.
         refuses: why it cannot compute a case, or None.
-        formats: of ``FORMATS``; weights in another format are decoded to BF16 for it, which is exact for MXFP4
+        formats: of ``formats.stored``; weights in another one are decoded to BF16 for it, which is exact for MXFP4
             (but for scales beyond the range of BF16), and recorded.
     """
 

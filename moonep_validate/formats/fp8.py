@@ -1,4 +1,4 @@
-"""What does an FP8 kernel compute with? E4M3 values under one scale a block, chosen so that nothing hides.
+"""Which numbers do FP8 bytes stand for? E4M3 values under one scale a block, chosen so that nothing hides.
 
 Scales are powers of two (the smallest that keeps the block within E4M3's 448), so that data whose values have few
 bits, such as the fill ``ints``, pass unrounded, and kernels with UE8M0 scales take them too. A block that holds
@@ -43,6 +43,19 @@ def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     scale = _scale(blocks.abs().amax(dim=(2, 4)))
     codes = (blocks / scale[:, :, None, :, None]).flatten(3, 4).flatten(1, 2).to(torch.float8_e4m3fn)
     return codes, scale
+
+
+def dequantise_weight(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values of ``quantise_weight``'s codes, exact: its scales are powers of two.
+
+    Args:
+        codes: float8_e4m3fn, or the same bytes as uint8, ``[..., N, K]``.
+        scale: float32 ``[..., N/128, K/128]``.
+        dtype: float64, float32 or bfloat16.
+    """
+    blocks = codes.view(torch.float8_e4m3fn).to(dtype).unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
+    values: Tensor = blocks * scale.to(dtype)[..., :, None, :, None]
+    return values.flatten(-2).flatten(-3, -2)
 
 
 def _scale(amax: Tensor) -> Tensor:
