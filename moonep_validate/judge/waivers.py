@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -23,6 +23,7 @@ from moonep_validate.cases.case import CaseError
 from moonep_validate.cases.grammar import renewed
 from moonep_validate.judge.checks import CHECKS
 from moonep_validate.judge.verdict import Result, Verdict
+from moonep_validate.trace.schema import SchemaError, build, decoded, parsed, read_bytes
 from moonep_validate.trace.trace import Part
 
 if sys.version_info >= (3, 11):
@@ -32,6 +33,8 @@ else:
 
 #: The defects that we know of, found by this suite (docs/found.md).
 SHIPPED = Path(__file__).with_name("waivers.toml")
+#: Bytes of a file and characters of a line: TOML parsers need minutes for a key of ten thousand dots.
+MAX_BYTES, MAX_LINE = 2**17, 1000
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,19 @@ class Waiver:
         return result.check in self.checks and fnmatchcase(result.step, self.step)
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """A waiver as TOML has it."""
+
+    subject: str
+    checks: tuple[str, ...]
+    link: str
+    expires: date
+    case: str = "*"
+    step: str = "*"
+    versions: str = ""
+
+
 @lru_cache(maxsize=4)
 def waivers_of(path: str | None) -> list[Waiver]:
     """What a file lists; None is the list that ships with the suite, an empty text is none.
@@ -77,40 +93,30 @@ def read_waivers(path: Path) -> list[Waiver]:
         CaseError: if it cannot be read, or an entry lacks something, has something unknown, or makes no sense.
     """
     try:
-        data = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        text = decoded(read_bytes(path, MAX_BYTES))
+        if max(map(len, text.splitlines()), default=0) > MAX_LINE:
+            raise SchemaError(f"has a line of more than {MAX_LINE} characters")
+        data = parsed(text, tomllib.loads)
+    except (OSError, SchemaError) as error:
         raise CaseError(f"waivers {path} cannot be read: {error}") from None
     entries = data.get("waiver", [])
-    if (
-        not set(data) <= {"waiver"}
-        or not isinstance(entries, list)
-        or not all(isinstance(e, dict) for e in entries)
-    ):
+    if not set(data) <= {"waiver"} or not isinstance(entries, list):
         raise CaseError(f"waivers {path}: tables [[waiver]] are needed, and nothing else")
     return [_waiver(entry, f"waivers {path}, entry {number}") for number, entry in enumerate(entries, start=1)]
 
 
-def _waiver(entry: dict[str, Any], where: str) -> Waiver:
-    known = {one.name for one in fields(Waiver)}
-    needed = {"subject", "checks", "link", "expires"}
-    if unknown := set(entry) - known:
-        raise CaseError(f"{where} has {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
-    if missing := needed - set(entry):
-        raise CaseError(f"{where} lacks {', '.join(sorted(missing))}")
-    if type(entry["expires"]) is not date:
-        raise CaseError(f"{where}: expires is {entry['expires']!r}, a date such as 2027-06-30 is needed")
-    for name in ("subject", "link", "case", "step", "versions"):
-        if not isinstance(entry.get(name, ""), str):
-            raise CaseError(f"{where}: {name} is {entry[name]!r}, a text is needed")
-    checks = entry["checks"]
-    if not isinstance(checks, list) or not all(one in CHECKS for one in checks):
-        raise CaseError(f"{where}: checks is {checks!r}, a list of ids of checks is needed, such as ['F1', 'Z1']")
+def _waiver(data: Any, where: str) -> Waiver:
     try:
-        versions = SpecifierSet(entry.get("versions", ""))
+        entry = build(_Entry, data, where)
+        versions = SpecifierSet(entry.versions)
+    except SchemaError as error:
+        raise CaseError(str(error)) from None
     except InvalidSpecifier as error:
         raise CaseError(f"{where}: {error}") from None
-    entry = {**entry, "case": renewed(entry.get("case", "*"))}
-    return Waiver(**{**entry, "checks": tuple(entry["checks"]), "versions": versions})
+    if unknown := [check for check in entry.checks if check not in CHECKS]:
+        raise CaseError(f"{where}: checks has {unknown[0]!r}, ids of checks are needed, such as ['F1', 'Z1']")
+    case = renewed(entry.case)
+    return Waiver(entry.subject, entry.checks, entry.link, entry.expires, case, entry.step, versions)
 
 
 def waive(verdict: Verdict, waivers: Sequence[Waiver], engine: Part, today: date) -> Verdict:

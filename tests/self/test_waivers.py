@@ -221,6 +221,16 @@ def test_a_file_is_read_as_written(tmp_path: Path) -> None:
         (entry(expires="3"), "expires is 3, a date such as 2027-06-30 is needed"),
         (entry(expires="2027-06-31"), "cannot be read: "),
         ("not TOML", "cannot be read: "),
+        ("a = " + "[" * 900, "cannot be read: is nested too deep"),
+        ("a." * 400 + "a = 1", "tables [[waiver]] are needed"),
+        ("a." * 4000 + "a = 1", "has a line of more than 1000 characters"),
+        ("# " + "x" * 900 + "\n" + "#\n" * 2**16, "has 131975 bytes, the limit is 131072"),
+        ("a = " + "9" * 900, "tables [[waiver]] are needed"),
+        (entry(checks="[1]"), "checks[0] is 1, a text is needed"),
+        (entry(checks='["F1", "ZZ"]'), "checks has 'ZZ', ids of checks are needed"),
+        (entry(subject="7"), "subject is 7, a text is needed"),
+        ("waiver = 3", "tables [[waiver]] are needed"),
+        ("waiver = [3]", "entry 1 is 3, an object is needed"),
     ],
 )
 def test_a_bad_file_gives_one_clear_error(tmp_path: Path, text: str, message: str) -> None:
