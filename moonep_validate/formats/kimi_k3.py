@@ -28,8 +28,9 @@ PARTS = ("weight_packed", "weight_scale")
 PREFIX = "language_model.model"
 
 _EXPERT = re.compile(
-    r"(?P<prefix>[\w.]*)\.layers\.(?P<layer>\d+)\.block_sparse_moe\.experts\.(?P<expert>\d+)\."
-    r"(?P<matrix>w[123])\.(?P<part>weight_packed|weight_scale)"
+    r"(?P<prefix>[\w.]*)\.layers\.(?P<layer>\d{1,9})\.block_sparse_moe\.experts\.(?P<expert>\d{1,9})\."
+    r"(?P<matrix>w[123])\.(?P<part>weight_packed|weight_scale)",
+    re.ASCII,
 )
 
 

@@ -8,36 +8,30 @@ what can be read and is wrong is a ``Finding`` with an id of docs/formats.md.
 from __future__ import annotations
 
 import hashlib
-import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from moonep_validate.cases.limits import MAX_RANKS
 from moonep_validate.formats import FormatError, mxfp4
-from moonep_validate.formats.kimi_k3 import FORMAT, PARTS, ROLES, ExpertTensor, Geometry
+from moonep_validate.formats.kimi_k3 import PARTS, ROLES, ExpertTensor, Geometry
+from moonep_validate.tools.config import CheckpointError, read_config, read_json, refuse_pointer
+from moonep_validate.trace.schema import shown
 
 INDEX = "model.safetensors.index.json"
 #: Bytes of a tensor that are in memory at a time.
 PIECE = 4 * 2**20
+_NAME = re.compile(r"\w[\w.-]{0,199}")
 
-#: Where a size of the geometry stands in the text config, and whether a checkpoint may leave it out.
-KEYS = {
-    "hidden": "hidden_size",
-    "latent": "routed_expert_hidden_size",
-    "intermediate": "moe_intermediate_size",
-    "num_experts": "num_experts",
-    "top_k": "num_experts_per_token",
-    "moe_layers": "num_hidden_layers",
-    "first_moe_layer": "first_k_dense_replace",
-    "shared_experts": "num_shared_experts",
-}
 _SIZES = {
     "U8": 1,
     "I8": 1,
@@ -51,10 +45,6 @@ _SIZES = {
     "U16": 2,
 }
 _SIZES |= {"F32": 4, "I32": 4, "U32": 4, "F64": 8, "I64": 8, "U64": 8}
-
-
-class CheckpointError(FormatError):
-    """A folder that is not a readable checkpoint of this kind; the message names the file and what is wrong."""
 
 
 class Finding(NamedTuple):
@@ -81,7 +71,7 @@ class Header(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Its size; 0 for a dtype that we do not know."""
-        return int(torch.Size(self.shape).numel()) * _SIZES.get(self.dtype, 0)
+        return prod(self.shape) * _SIZES.get(self.dtype, 0)
 
 
 @dataclass
@@ -112,8 +102,7 @@ class Report:
         Raises:
             FormatError: for a size that does not divide the experts.
         """
-        if ep < 1 or self.geometry.num_experts % ep:
-            raise FormatError(f"--ep {ep} does not divide the {self.geometry.num_experts} experts of the config")
+        refuse_ranks(ep, self.geometry.num_experts)
         per_rank = [0] * ep
         for tensor, name in self.experts.items():
             if tensor.expert < self.geometry.num_experts:
@@ -140,46 +129,22 @@ class Report:
         }
 
 
-#: Told after each expert tensor: how many were read, of how many, and its name.
-Progress = Callable[[int, int, str], None]
-
-
-def read_config(folder: Path) -> Geometry:
-    """The geometry that ``config.json`` states.
+def refuse_ranks(ep: int, experts: int) -> None:
+    """Refuse a number of ranks that cannot share out the experts.
 
     Raises:
-        CheckpointError: if there is none, a key is missing, or the format is another one.
+        FormatError: with numbers near it that can.
     """
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder")
-    config = _json(folder / "config.json", "no checkpoint is here, or its config is missing")
-    text = config.get("text_config", config)
-    _check_format(folder, config, text)
-    numbers: dict[str, int] = {}
-    for name, key in KEYS.items():
-        value = text.get(key)
-        if not isinstance(value, int):
-            raise CheckpointError(f"{folder / 'config.json'}: {key} is {value!r}; a whole number is needed there")
-        numbers[name] = value
-    numbers["moe_layers"] -= numbers["first_moe_layer"]
-    try:
-        return Geometry(**numbers)
-    except FormatError as error:
-        raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
+    if ep >= 1 and experts % ep == 0:
+        return
+    able = [ranks for ranks in range(1, MAX_RANKS + 1) if experts % ranks == 0]
+    below, above = [r for r in able if r < ep][-2:], [r for r in able if r > ep][:2]
+    near = ", ".join(map(str, below + above))
+    raise FormatError(f"--ep {ep} does not divide the {experts} experts of the model; near it: --ep {near}")
 
 
-def _check_format(folder: Path, config: Mapping[str, Any], text: Any) -> None:
-    if not isinstance(text, dict):
-        raise CheckpointError(f"{folder / 'config.json'}: text_config is no object")
-    quantization = text.get("quantization_config", config.get("quantization_config"))
-    if not isinstance(quantization, dict):
-        raise CheckpointError(f"{folder / 'config.json'}: no quantization_config, so its experts are not MXFP4")
-    if (got := quantization.get("format")) != FORMAT:
-        raise CheckpointError(
-            f"{folder / 'config.json'}: quantization format is {got!r}; only {FORMAT} is known here"
-        )
-    if (every := text.get("moe_layer_freq", 1)) != 1:
-        raise CheckpointError(f"{folder / 'config.json'}: moe_layer_freq is {every!r}; only 1 is known here")
+#: Told after each expert tensor: how many were read, of how many, and its name.
+Progress = Callable[[int, int, str], None]
 
 
 def read_headers(folder: Path) -> tuple[dict[str, Header], list[Finding]]:
@@ -191,10 +156,7 @@ def read_headers(folder: Path) -> tuple[dict[str, Header], list[Finding]]:
     index = folder / INDEX
     listed: dict[str, str] = {}
     if index.exists():
-        weight_map = _json(index, "").get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise CheckpointError(f"{index}: no weight_map from tensor names to files")
-        listed = weight_map
+        listed = _weight_map(index)
     files = sorted(set(listed.values())) or sorted(path.name for path in folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{folder} holds no safetensors file and no {INDEX}")
@@ -208,9 +170,22 @@ def read_headers(folder: Path) -> tuple[dict[str, Header], list[Finding]]:
     return headers, found + _against_index(listed, headers)
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor names and the files beside the index that hold them, all of which are there."""
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
+        raise CheckpointError(f"{index}: no weight_map from tensor names to files")
+    files = sorted(set(listed.values()))
+    if outside := [file for file in files if not _NAME.fullmatch(file)]:
+        raise CheckpointError(f"{index} names {shown(outside[0])}, which is no file name")
+    if absent := [file for file in files if not (index.parent / file).is_file()]:
+        many = f"{len(absent)} of {len(files)} files that are not there: " if len(absent) > 1 else ""
+        what = ", ".join(absent) if many else f"{absent[0]}, which is not there"
+        raise CheckpointError(f"{index} names {many}{what}; --headers-only reads the head of every file too")
+    return listed
+
+
 def _shard(path: Path) -> dict[str, Header]:
-    if not path.is_file():
-        raise CheckpointError(f"{path.parent / INDEX} names {path.name}, which is not there")
     with _open(path) as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
         return {name: Header(path, one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
@@ -219,6 +194,8 @@ def _shard(path: Path) -> dict[str, Header]:
 def _open(path: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
+    with path.open("rb") as file:
+        refuse_pointer(path, file.read(100))
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
@@ -379,7 +356,7 @@ def _pieces(data: Any) -> Iterator[Tensor]:
     shape = data.get_shape()
     if not shape or 0 in shape:
         return
-    rows = max(1, PIECE // max(1, torch.Size(shape[1:]).numel()))
+    rows = max(1, PIECE // max(1, prod(shape[1:])))
     for start in range(0, shape[0], rows):
         yield data[start : start + rows]
 
@@ -412,15 +389,3 @@ def _twins(seen: Mapping[tuple[int, int], Mapping[str, _Tensor]]) -> Iterator[Fi
         gate, up = (tensors.get(f"{matrix}.{PARTS[0]}") for matrix in ("w1", "w3"))
         if gate and up and gate.digest == up.digest and not gate.zero:
             yield Finding("Y12", where, "w1 (gate) and w3 (up) have the same code bytes")
-
-
-def _json(path: Path, hint: str) -> dict[str, Any]:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is not there" + (f": {hint}" if hint else ""))
-    try:
-        value = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is no JSON object")
-    return value

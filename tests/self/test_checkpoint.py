@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,8 @@ from torch import Tensor
 from moonep_validate.formats import FormatError, identity
 from moonep_validate.formats.kimi_k3 import ExpertTensor, Geometry, write_checkpoint
 from moonep_validate.tools import checkpoint
-from moonep_validate.tools.checkpoint import CheckpointError, Finding, inspect, read_config
+from moonep_validate.tools.checkpoint import Finding, inspect
+from moonep_validate.tools.config import CHECKED, CheckpointError, read_config
 
 Cli = Callable[..., tuple[int, str, str]]
 GEOMETRY = Geometry().scaled(16, hidden=64, num_experts=12, top_k=3, moe_layers=2, shared_experts=0)
@@ -250,6 +252,27 @@ def garbage(folder: Path) -> None:
     (folder / "model-00002-of-00003.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
 
 
+def pointer(file: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / file).write_bytes(
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+    )
+
+
+def pipe(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+
+
+def missing(folder: Path) -> None:
+    for number in (1, 3):
+        (folder / f"model-0000{number}-of-00003.safetensors").unlink()
+
+
+def outside(folder: Path) -> None:
+    index = folder / checkpoint.INDEX
+    index.write_text(index.read_text().replace('"model-00001', '"../model-00001'))
+
+
 def empty(folder: Path) -> None:
     for path in [folder / checkpoint.INDEX, *folder.glob("*.safetensors")]:
         path.unlink()
@@ -270,14 +293,47 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "config a list": (lambda f: (f / "config.json").write_text("[1]"), "config.json is no JSON object"),
     "config no text": (
         lambda f: (f / "config.json").write_bytes(b"\xff\xfe"),
-        "config.json is not JSON: 'utf-8' codec",
+        "config.json is not JSON: is not UTF-8: byte 0xff at 0",
     ),
     "text_config no object": (
         lambda f: (f / "config.json").write_text('{"text_config": 3}'),
         "text_config is no object",
     ),
-    "key missing": (lambda f: rewrite(f, lambda t: t.pop("num_experts")), "num_experts is None; a whole number"),
-    "key of another type": (lambda f: rewrite(f, lambda t: t.update(hidden_size="64")), "hidden_size is '64'"),
+    "key missing": (
+        lambda f: rewrite(f, lambda t: t.pop("num_experts")),
+        "num_experts or n_routed_experts or num_local_experts is null, a whole number",
+    ),
+    "key of another type": (
+        lambda f: rewrite(f, lambda t: t.update(num_experts="12")),
+        "num_local_experts is '12'",
+    ),
+    "key null": (
+        lambda f: rewrite(f, lambda t: t.update(moe_intermediate_size=None)),
+        "moe_intermediate_size is null",
+    ),
+    "key true": (lambda f: rewrite(f, lambda t: t.update(num_experts=True)), "num_local_experts is True"),
+    "too many experts": (
+        lambda f: rewrite(f, lambda t: t.update(num_experts=2**31)),
+        "a whole number up to 1048576",
+    ),
+    "too many layers": (lambda f: rewrite(f, lambda t: t.update(num_hidden_layers=2**31)), "up to 1048576"),
+    "too many of both": (
+        lambda f: rewrite(f, lambda t: t.update(num_hidden_layers=2**20, num_experts=2**20)),
+        "experts in 1048575 layers are 1099510579200, the limit is 1048576",
+    ),
+    "number too long": (
+        lambda f: (f / "config.json").write_text('{"a": ' + "9" * 5000 + "}"),
+        "is not JSON: Exceeds",
+    ),
+    "config too deep": (lambda f: (f / "config.json").write_text("[" * 10**6), "is nested too deep"),
+    "config a pointer": (pointer("config.json"), "config.json is a Git LFS pointer"),
+    "index a pointer": (pointer(checkpoint.INDEX), "model.safetensors.index.json is a Git LFS pointer"),
+    "config a pipe": (pipe, "config.json is not there"),
+    "two shards missing": (
+        missing,
+        "names 2 of 3 files that are not there: model-00001-of-00003.safetensors, model-",
+    ),
+    "shard outside": (outside, "names '../model-00001-of-00003.safetensors', which is no file name"),
     "size impossible": (
         lambda f: rewrite(f, lambda t: t.update(moe_intermediate_size=100)),
         "intermediate is 100, no mul",
@@ -294,7 +350,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         "names model-00003-of-00003.safetensors, which is not there",
     ),
     "shard cut short": (cut, "is damaged or cut short"),
-    "shard a pointer file": (garbage, "(43 bytes) is damaged or cut short"),
+    "shard a pointer file": (garbage, "is a Git LFS pointer, not the file itself: run git lfs pull"),
     "index no JSON": (lambda f: (f / checkpoint.INDEX).write_text("weight_map"), "index.json is not JSON"),
     "index without map": (lambda f: (f / checkpoint.INDEX).write_text('{"weight_map": []}'), "no weight_map"),
     "no files": (
@@ -317,6 +373,22 @@ def test_what_cannot_be_read_is_one_usage_error(why: str, folder: Path, cli: Cli
     assert (code, out) == (4, "")
     assert err.count("moonep-validate: ") == 1
     assert words in err.replace("\n", " ")
+
+
+def test_names_of_other_models_null_and_keys_that_no_check_uses(folder: Path) -> None:
+    def other(text: dict[str, Any]) -> None:
+        text["n_routed_experts"], text["num_experts_per_tok"] = text.pop("num_experts"), 3
+        text["num_experts_per_token"], text["num_shared_experts"], text["n_shared_experts"] = None, None, 0
+        text["moe_layer_freq"] = None
+
+    rewrite(folder, other)
+    assert read_config(folder, (*CHECKED, "top_k")) == GEOMETRY
+    rewrite(folder, lambda text: text.update(hidden_size="64", num_experts_per_tok="3", n_shared_experts=[]))
+    assert inspect(folder).findings == []
+    with pytest.raises(CheckpointError, match="num_experts_per_token or num_experts_per_tok is '3'"):
+        read_config(folder, (*CHECKED, "top_k"))
+    rewrite(folder, lambda text: text.update(hidden_size=224, routed_expert_hidden_size=None))
+    assert read_config(folder).latent == 224  # experts as wide as the model
 
 
 def test_command_on_clean_and_damaged(folder: Path, cli: Cli) -> None:

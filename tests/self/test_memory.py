@@ -139,7 +139,7 @@ def test_command_as_json_and_by_layer(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--ep", "9"], "E=896"),
+        (["--ep", "36"], "--ep 36 does not divide the 896 experts of the model; near it: --ep 28, 32, 56, 64"),
         (["--format", "int4"], "--format is 'int4'; known: bf16, fp8, mxfp4"),
         (["--model", "kimi-k9"], "--model is 'kimi-k9'; known: kimi-k3, or the folder of a checkpoint"),
         (["--gpu", "tpu"], "--gpu is 'tpu'"),

@@ -33,15 +33,19 @@ def checkpoint(
         int | None, typer.Option(min=1, help="Expert-parallel ranks: also print the bytes of each.")
     ] = None,
     headers_only: Annotated[
-        bool, typer.Option("--headers-only", help="Names, shapes and dtypes; do not read the data.")
+        bool,
+        typer.Option(
+            "--headers-only", help="Names, shapes and dtypes, from the head of every file; do not read the data."
+        ),
     ] = False,
     json: JsonOption = False,
 ) -> None:
     """Inspect a checkpoint of MXFP4 experts: is all of it there, and does it hold plausible bytes?"""
-    from moonep_validate.tools.checkpoint import inspect, read_config
+    from moonep_validate.tools.checkpoint import inspect, refuse_ranks
+    from moonep_validate.tools.config import read_config
 
-    if ep is not None and read_config(folder).num_experts % ep:
-        raise CaseError(f"--ep {ep} does not divide the {read_config(folder).num_experts} experts of {folder}")
+    if ep is not None:
+        refuse_ranks(ep, read_config(folder).num_experts)
     report = _with_progress(lambda told: inspect(folder, not headers_only, told))
     if json:
         sys.stdout.write(dumps(report.to_json(ep)) + "\n")
@@ -64,9 +68,11 @@ def memory(
     json: JsonOption = False,
 ) -> None:
     """Print the bytes that each rank needs for experts, slots and buffers, and whether they fit a GPU."""
+    from moonep_validate.tools.checkpoint import refuse_ranks
     from moonep_validate.tools.memory import gpu_bytes, plan
 
     geometry = _model(model)
+    refuse_ranks(ep, geometry.num_experts)
     geometry = replace(geometry, moe_layers=layers) if layers else geometry
     size = gpu_bytes(gpu) if gpu else None
     plans = [
@@ -82,14 +88,14 @@ def memory(
 
 
 def _model(name: str) -> Geometry:
-    from moonep_validate.tools.checkpoint import read_config
+    from moonep_validate.tools.config import CHECKED, read_config
     from moonep_validate.tools.memory import MODELS
 
     if name in MODELS:
         return MODELS[name]
     if not Path(name).is_dir():
         raise CaseError(f"--model is {name!r}; known: {', '.join(MODELS)}, or the folder of a checkpoint")
-    return read_config(Path(name))
+    return read_config(Path(name), (*CHECKED, "top_k"))
 
 
 def _with_progress(inspection: Callable[[Progress], Report]) -> Report:
