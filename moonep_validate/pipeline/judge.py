@@ -11,10 +11,11 @@ from moonep_validate.judge.measures import measures
 from moonep_validate.judge.registry import step_checks
 from moonep_validate.judge.verdict import NO_CHECK, Result, Verdict
 from moonep_validate.judge.witnesses import count_witnesses, vacuous_reasons
+from moonep_validate.pipeline.lost import BEGIN, END
 from moonep_validate.pipeline.returns import explained, returned
 from moonep_validate.trace.trace import Trace
 
-_NO_STEP = ("open", "close", "load")
+_NO_STEP = ("open", "close", "load", BEGIN[1], END[1])
 
 
 def judge(trace: Trace, checks: Sequence[Check] | None = None) -> Verdict:

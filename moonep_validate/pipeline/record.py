@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from moonep_validate.cases.case import Case
 from moonep_validate.data.problem import CPU
 from moonep_validate.faults import Seams
 from moonep_validate.pipeline.job import Job
-from moonep_validate.pipeline.lost import calls_of_lost_rank, deadlocked
+from moonep_validate.pipeline.lost import calls_of_lost_rank, deadlocked, left_running
 from moonep_validate.pipeline.selection import buffer_key, too_few_gpus
 from moonep_validate.scenarios import SCENARIOS
 from moonep_validate.sessions.rig import Rig
 from moonep_validate.trace.keep import Keep
-from moonep_validate.trace.trace import Recorder, Relation, Trace, described
+from moonep_validate.trace.trace import Recorder, Relation, Trace, TraceError, described
 from moonep_validate.worlds import processes, threads
 from moonep_validate.worlds.comm import Comm
 
@@ -95,6 +95,8 @@ def _record_in_processes(job: Job, case: Case, trace: Trace) -> None:
         pool = processes.pool(case.R, job.environment, job.target.start_request(job.device))
         key = str(buffer_key(case))
         replies = pool.run(request, job.deadline, job.target.reset_request, key, job.deadline_at_first)
+        if unreadable := _take_parts(trace, replies):
+            pool.reject(unreadable, replies)
     except (OSError, RuntimeError) as error:
         trace.errors.append(f"the worker processes could not run this case: {error}")
         return
@@ -102,15 +104,35 @@ def _record_in_processes(job: Job, case: Case, trace: Trace) -> None:
     waited = pool.autopsy.get("silent") or job.deadline
     deadlock = deadlocked(replies)
     for rank, reply in enumerate(replies):
-        if reply.data is not None:
-            add_part(trace, rank, reply.data[1:])
-        else:
+        if reply.data is None:
             trace.calls[rank] = calls_of_lost_rank(rank, reply, trace, waited, deadlock)
+        if reply.left:
+            trace.calls[rank].append(left_running(reply.left))
+
+
+def _take_parts(trace: Trace, replies: Sequence[processes.Reply]) -> dict[int, str]:
+    """Take what the ranks recorded into the trace of all; says for which ranks that cannot be read, and why."""
+    unreadable = {}
+    for rank, reply in enumerate(replies):
+        try:
+            if reply.data is not None:
+                add_part(trace, rank, reply.data)
+        except Exception as error:  # the bytes come from a process in which code from outside ran
+            unreadable[rank] = f"its reply cannot be read: {type(error).__name__}: {error}"
+    return unreadable
 
 
 def add_part(trace: Trace, rank: int, data: bytes) -> None:
-    """Take what one rank recorded into the trace of all."""
+    """Take what one rank recorded into the trace of all.
+
+    Raises:
+        TraceError: if it is no trace, or none of one rank of this case.
+    """
     part = Trace.from_bytes(data, f"the answer of rank {rank}", sealed=False)
+    if str(part.case) != str(trace.case):
+        raise TraceError(f"it is of another case: expected {trace.case}, got {part.case}")
+    if len(part.calls) != 1:
+        raise TraceError(f"it has the calls of {len(part.calls)} ranks; those of 1 are due")
     trace.calls[rank], trace.relations = part.calls[0], part.relations or trace.relations
     trace.errors += [f"rank {rank}: {error}" for error in part.errors]
 

@@ -1,6 +1,6 @@
 """What runs in a worker process? A loop: read a job, run this rank's part, send its calls back as bytes.
 
-Started by worlds/processes.py as ``python -m moonep_validate.pipeline.worker ADDRESS RANK SIZE FOLDER``.
+Started by worlds/child.py with RANK SIZE FOLDER CONNECTIONS: descriptors, to the pool and then to other ranks.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import faulthandler
 import json
 import os
 import signal
+import socket
 import sys
 from datetime import timedelta
-from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from moonep_validate.pipeline.record import open_trace, rank_main
 from moonep_validate.subjects.engines import start as engines
 from moonep_validate.trace.keep import Keep
 from moonep_validate.trace.trace import Recorder, Trace, described
+from moonep_validate.worlds import launch, wire
 from moonep_validate.worlds.comm import CollectiveError
 from moonep_validate.worlds.flight import DONE, Flight, Logged, tell_peers, watch_torch
 from moonep_validate.worlds.local import LocalComm, Star
@@ -33,46 +34,55 @@ _GLOO_SECONDS = 3600
 
 def main() -> None:
     """Serve jobs until the pool closes the connection."""
-    address, rank, size, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    descriptors = [int(number) for number in sys.argv[4].split(",")]
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)  # what a module starts shall not hold our connections
+    launch.adopt_orphans()
     with (folder / f"stack{rank}").open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         torch.set_num_threads(1)
-        connection = Client(address, family="AF_UNIX")
-        connection.send_bytes(str(rank).encode())
+        pool, star = socket.socket(fileno=descriptors[0]), Star(rank, descriptors[1:])
         flight = Flight(folder / f"flight{rank}")
-        if os.environ.get(engines.DEVICE) == "cuda":
-            torch.cuda.set_device(rank)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if os.environ.get(engines.DEVICE) == "cuda" else "gloo",
-            init_method=f"file://{folder}/rendezvous",
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=_GLOO_SECONDS),
-        )
-        star = Star(folder, rank, size)
+        _join(rank, size, folder)
         watch_torch(flight)
+        wire.send(pool, 0, wire.FINE, json.dumps(launch.identity()).encode())
         while True:
             try:
-                request = connection.recv_bytes()
+                number, request = wire.receive(pool)
             except (EOFError, OSError):
                 os._exit(0)
-            _serve(connection, request, flight, star)
+            failed, answer = _answer(request, flight, star)
+            wire.send(pool, number, wire.RAISED if failed else wire.FINE, answer)
 
 
-def _serve(connection: Connection, request: bytes, flight: Flight, star: Star) -> None:
+def _join(rank: int, size: int, folder: Path) -> None:
+    """Become a rank of the pool's process group."""
+    on_gpus = os.environ.get(engines.DEVICE) == "cuda"
+    if on_gpus:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpus else "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=_GLOO_SECONDS),
+    )
+
+
+def _answer(request: bytes, flight: Flight, star: Star) -> tuple[bool, bytes]:
+    """Whether this rank failed, and what it has to say."""
     message = json.loads(request)
     if "start" in message:
         answer = engines.start(message["start"], dist.get_rank(), dist.get_world_size(), message["device"])
-        connection.send_bytes(b"R" + (b"E" if "error" in answer else b"F") + json.dumps(answer).encode())
-        return
+        return "error" in answer, json.dumps(answer).encode()
     if "reset" in message:
         engines.reset(message["reset"])
         dist.barrier()
-        connection.send_bytes(b"RF")
-        return
+        return False, b""
     job, case = Job.from_json(message["job"]), Case.parse(message["case"])
     trace, failed = record_rank(job, case, Logged(LocalComm(star), flight))
-    connection.send_bytes(b"R" + (b"E" if failed else b"F") + trace.to_bytes(sealed=False))
+    return failed, trace.to_bytes(sealed=False)
 
 
 def record_rank(job: Job, case: Case, comm: Logged) -> tuple[Trace, bool]:
@@ -92,7 +102,3 @@ def record_rank(job: Job, case: Case, comm: Logged) -> tuple[Trace, bool]:
             trace.errors.append("{type}: {message} ({where})".format(**described(error)))
     trace.calls = [recorder.calls]
     return trace, failed
-
-
-if __name__ == "__main__":
-    main()

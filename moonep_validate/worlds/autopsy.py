@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
-from moonep_validate.worlds.flight import CALL, DONE, ENTER, LEAVE, RAISED, RETURN, Record
+from moonep_validate.worlds.flight import CALL, DAMAGED, DONE, ENTER, LEAVE, RAISED, RETURN, Record
 
 #: Stands for the exit code of a process that is gone, where nobody can know it.
 GONE = 1000
@@ -36,12 +36,14 @@ class Rank:
         ended: its process ended, with this exit code; below 0 it is the number of a signal.
         stack: of its main thread, most recent call last, or None.
         native: the same with native frames, where a tool for that was at hand and permitted.
+        problem: what is wrong with what it sent, or empty.
     """
 
     records: Sequence[Record]
     ended: int | None = None
     stack: str | None = None
     native: str | None = None
+    problem: str = ""
     calls: list[Record] = field(init=False)
     waits: Record | None = field(init=False, default=None)
 
@@ -69,8 +71,8 @@ class Rank:
 
     @property
     def failed(self) -> bool:
-        """Whether it is a cause by itself: it ended or raised."""
-        return self.ended is not None or bool(self.raised and not self.of_peers)
+        """Whether it is a cause by itself: it ended, raised, or sent what cannot be read."""
+        return self.ended is not None or bool(self.problem) or bool(self.raised and not self.of_peers)
 
     @property
     def done(self) -> bool:
@@ -80,6 +82,8 @@ class Rank:
     @property
     def place(self) -> str:
         """The call in which it was last, e.g. ``combine of step base``."""
+        if any(record.kind == DAMAGED for record in self.records):
+            return "an unknown place, since its flight record was written over"
         last = self.calls[-1] if self.calls else None
         if raised := self.raised:  # where it was raised first, before it went through the calls around that
             last = next(r for r in self.records if r.kind == RAISED and r.name == raised)
@@ -119,6 +123,8 @@ class Rank:
         """One phrase."""
         if self.ended is not None:
             return f"{how_ended(self.ended)} in {self.place}"
+        if self.problem:
+            return f"did not answer: {self.problem}"
         if self.raised and not self.of_peers:
             return f"raised {self.raised} in {self.place}"
         if self.done and not self.raised:
@@ -180,6 +186,8 @@ def _failure(rank: int, ranks: Sequence[Rank]) -> str:
         return f"CUDA device-side assert on rank {rank} in {one.place}: its context is poisoned{ended}"
     if one.ended is not None:
         return f"rank {rank} {how_ended(one.ended)} in {one.place}"
+    if one.problem:
+        return f"rank {rank} did not answer: {one.problem}"
     if "OutOfMemoryError" in one.raised or "MemoryError" in one.raised or "out of memory" in one.raised:
         return f"out of memory on rank {rank} in {one.place}: {one.raised}"
     return f"rank {rank} raised {one.raised} in {one.place}"

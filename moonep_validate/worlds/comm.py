@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # a worker knows these before it has imported torch
+    import torch
+    from torch import Tensor
 
 T = TypeVar("T")
 

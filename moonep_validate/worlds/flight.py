@@ -22,10 +22,15 @@ from typing import Any
 from moonep_validate.worlds.comm import CollectiveError, Deadlock, PeerFailed
 
 CASE, CALL, RETURN, ENTER, LEAVE, RAISED, DONE = "case", "call", "return", "enter", "leave", "raised", "done"
+#: Stands for a log that is none, since something wrote over it.
+DAMAGED = "damaged"
 _KINDS = (CASE, CALL, RETURN, ENTER, LEAVE, RAISED, DONE)
 _HEAD = struct.Struct("<QQ")
 _RECORD = struct.Struct("<dIB64s24s123s")
 _CAPACITY = 4096
+#: A larger count is none.
+_MOST = 2**40
+_SIZE = _HEAD.size + _CAPACITY * _RECORD.size
 _RAISED = "no collective, having raised "
 
 #: Functions of torch.distributed in which a rank waits for others.
@@ -81,13 +86,16 @@ class Flight:
 
     Args:
         path: of the ring file; made anew.
+
+    Raises:
+        OSError: if there is no room for it.
     """
 
     def __init__(self, path: Path) -> None:
-        size = _HEAD.size + _CAPACITY * _RECORD.size
-        with path.open("w+b") as file:
-            os.ftruncate(file.fileno(), size)
-            self._map = mmap.mmap(file.fileno(), size)
+        reserve(path)
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), _SIZE)
+        _HEAD.pack_into(self._map, 0, 0, 0)
         self._count = self._begin = self._number = 0
         self._depth = 0
         self._calls: list[tuple[str, str]] = []
@@ -146,27 +154,58 @@ class Flight:
         """Add one record; the count is written last, so that a reader never sees half of one."""
         step, op = self._calls[-1] if self._calls else ("", "")
         place = _HEAD.size + self._count % _CAPACITY * _RECORD.size
-        texts = (step.encode()[:64], op.encode()[:24], name.encode()[:123])
+        texts = (_bytes(step)[:64], _bytes(op)[:24], _bytes(name)[:123])
         _RECORD.pack_into(self._map, place, time.monotonic(), number, _KINDS.index(kind), *texts)
         self._count += 1
         _HEAD.pack_into(self._map, 0, self._count, self._begin)
 
 
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="backslashreplace")  # messages of modules may hold what is no character
+
+
+def reserve(path: Path) -> None:
+    """Make the ring file, with room that the disk really has: else a rank that writes to it is killed.
+
+    Raises:
+        OSError: if there is no room; it names the file.
+    """
+    with path.open("a+b") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, _SIZE)
+        except OSError as error:
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from None
+
+
 def read(path: Path) -> list[Record]:
-    """The records of the last case, oldest first; none if there is no such file."""
+    """The records of the last case, oldest first; none if there is no such file.
+
+    A module may write anything into the file: then there is one record, of kind ``damaged``.
+    """
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(_SIZE)
     except OSError:
         return []
     if len(data) < _HEAD.size:
         return []
     count, begin = _HEAD.unpack_from(data)
-    records = []
-    for index in range(max(begin, count - _CAPACITY), count):
-        seconds, number, kind, *texts = _RECORD.unpack_from(data, _HEAD.size + index % _CAPACITY * _RECORD.size)
-        step, op, name = (text.rstrip(b"\0").decode(errors="ignore") for text in texts)
-        records.append(Record(seconds, _KINDS[kind], number, step, op, name))
-    return records
+    if begin > count or count > _MOST or (begin == count and count):
+        return [_damaged()]
+    try:
+        return [_record(data, index) for index in range(max(begin, count - _CAPACITY), count)]
+    except (struct.error, IndexError):
+        return [_damaged()]
+
+
+def _record(data: bytes, index: int) -> Record:
+    seconds, number, kind, *texts = _RECORD.unpack_from(data, _HEAD.size + index % _CAPACITY * _RECORD.size)
+    step, op, name = (text.rstrip(b"\0").decode(errors="ignore") for text in texts)
+    return Record(seconds, _KINDS[kind], number, step, op, name)
+
+
+def _damaged() -> Record:
+    return Record(0.0, DAMAGED, 0, "", "", "its flight record was written over")
 
 
 class Progress:

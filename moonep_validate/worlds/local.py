@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
-import time
-from multiprocessing.connection import Client, Connection, Listener
-from pathlib import Path
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -14,31 +13,18 @@ from torch import Tensor
 
 from moonep_validate.worlds.dist import DistComm
 
-_CONNECT_SECONDS = 60.0
-
 
 class Star:
-    """Connections of one rank: of rank 0 to all others, of the others to rank 0; collective.
+    """Connections of one rank: of rank 0 to all others, of the others to rank 0.
 
     Args:
-        folder: where the socket is; the same on every rank, private to the group.
-        rank, size: of the group.
+        rank: of this process.
+        descriptors: of its ends, which the pool made; on rank 0 in rank order of the others.
     """
 
-    def __init__(self, folder: Path, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self.connections: list[Connection] = []
-        address = str(folder / "star")
-        if rank == 0:
-            with Listener(address, family="AF_UNIX", backlog=size) as listener:
-                numbered = {}
-                for _ in range(size - 1):
-                    connection = listener.accept()
-                    numbered[int(connection.recv_bytes())] = connection
-            self.connections = [numbered[other] for other in range(1, size)]
-        else:
-            self.connections = [_connected(address)]
-            self.connections[0].send_bytes(str(rank).encode())
+    def __init__(self, rank: int, descriptors: Sequence[int]) -> None:
+        self.rank = rank
+        self.connections = [Connection(descriptor) for descriptor in descriptors]
 
     def gather(self, value: bytes) -> list[bytes]:
         """One value from each rank, in rank order.
@@ -55,22 +41,6 @@ class Star:
         for connection in self.connections:
             connection.send_bytes(everything)
         return values
-
-
-def _connected(address: str) -> Connection:
-    """Rank 0, once it listens.
-
-    Raises:
-        OSError: if it does not within a minute.
-    """
-    end = time.monotonic() + _CONNECT_SECONDS
-    while True:
-        try:
-            return Client(address, family="AF_UNIX")
-        except OSError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.01)
 
 
 class LocalComm(DistComm):

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-#: A folder in memory, where there is one.
-_SHARED = Path("/dev/shm")
+from moonep_validate.worlds.warden import PREFIX, SHARED
+
 #: Bytes by which the ranks of one host know a file from one of the same name on another.
 _MARK = 16
 
@@ -90,9 +90,9 @@ def _has(path: str, mark: bytes) -> bool:
 
 def _new_file(num_bytes: int, mark: bytes) -> str | None:
     """A file of this size that the kernel has really given memory, with a mark at its beginning, or None."""
-    folder = _SHARED if os.access(_SHARED, os.W_OK) else None
+    folder = SHARED if os.access(SHARED, os.W_OK) else None
     try:
-        descriptor, path = tempfile.mkstemp(prefix="moonep-validate-", dir=folder)
+        descriptor, path = tempfile.mkstemp(prefix=f"{PREFIX}{os.getpid()}-", dir=folder)
     except OSError:
         return None
     try:
