@@ -16,7 +16,8 @@ import pytest
 
 from moonep_validate.cases.case import Case
 from moonep_validate.judge.verdict import Verdict
-from moonep_validate.pipeline.job import make_job
+from moonep_validate.pipeline.make import make_job
+from moonep_validate.pipeline.options import Options
 from moonep_validate.pipeline.record import record
 from moonep_validate.pipeline.run import run_case
 from moonep_validate.trace.trace import Trace
@@ -153,7 +154,7 @@ def test_whatever_a_rank_answers_is_a_finding_on_it_and_the_next_case_passes(
     name: str, worker: Callable[[str, str], None], tmp_path: Path
 ) -> None:
     inside, answer, status, says = BAD[name]
-    job = make_job(world="processes", deadline=1.0)
+    job = make_job(Options(world="processes", deadline=1.0))
     worker("", "data")
     assert run_case(job, CASE)[1].ok  # the key is no longer new: from here on the short deadline counts
     worker(inside, answer)
@@ -174,7 +175,7 @@ def test_whatever_a_rank_answers_is_a_finding_on_it_and_the_next_case_passes(
 
 def test_what_a_worker_prints_costs_the_judge_nothing(worker: Callable[[str, str], None]) -> None:
     worker("for _ in range(400): os.write(1, b'x' * 2**20)\nos.write(1, b'\\nthe end\\n')", "b'?' * 20")
-    trace, _ = run_case(make_job(world="processes"), CASE)
+    trace, _ = run_case(make_job(Options(world="processes")), CASE)
     told = trace.autopsy["ranks"][1]["output"]
     assert told.endswith("the end")
     assert len(told) <= 2**16 + 10
@@ -186,7 +187,7 @@ def test_another_copy_of_the_package_in_a_worker_is_refused(
     worker("", "data")
     ours = launch.identity()
     monkeypatch.setattr(launch, "identity", lambda: {**ours, "folder": "/elsewhere", "files": "0123"})
-    trace, verdict = run_case(make_job(world="processes"), CASE)
+    trace, verdict = run_case(make_job(Options(world="processes")), CASE)
     assert verdict.status == "error"
     assert f"it runs moonep_validate {ours['version']} of {ours['folder']} (files {ours['files']})" in str(
         trace.errors
@@ -219,7 +220,7 @@ def test_a_long_folder_for_temporary_files_is_no_trouble(
     long.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(long))
     worker("", "data")
-    assert run_case(make_job(world="processes"), CASE)[1].ok
+    assert run_case(make_job(Options(world="processes")), CASE)[1].ok
     processes.close_pools()
     assert list(long.iterdir()) == []
 
@@ -231,7 +232,7 @@ def test_a_full_disk_is_one_clear_line(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", full)
-    trace, verdict = run_case(make_job(world="processes"), CASE)
+    trace, verdict = run_case(make_job(Options(world="processes")), CASE)
     assert verdict.status == "error"
     assert re.search(r"could not run this case: .*No space left on device: '\S+flight0'", trace.errors[0])
 
