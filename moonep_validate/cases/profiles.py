@@ -59,6 +59,8 @@ genB+R2+E6+K2+S9+H96+I160+pad4+fill:real+mxfp4+grouped
 genB+R2+E4+K2+S9+pad4+fill:real+k3+grouped
 genB+R4+E16+K4+S17+chain+grads+@two_slots
 genB+R2+E8+K2+S9+H24+I8+hot:1+grads+@slot_used
+genB+R4+E12+K4+S7+H24+I8+hot:5+replayed_plan+@slot_used+@duplicate
+genB+R2+E8+K2+S9+H24+I8+hot:1+fill:real+replayed_plan+@slot_used
 genB+R4+E8+K2+S9+hot:5+life+@slot_used
 genB+R4+E8+K2+S9+refusals
 genB+R2+E6+K2+S7+H24+I8+refusals

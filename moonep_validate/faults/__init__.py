@@ -12,7 +12,7 @@ import difflib
 import importlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -203,9 +203,11 @@ def _value(about: Fault, name: str, text: str) -> int | str:
     raise CaseError(f"fault {about.id!r}: {name} is {text!r}, {needed} is needed")
 
 
-def _near(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known) or 'none'}"
+def _near(name: str, known: Collection[str]) -> str:
+    """What was meant: names that start with the same word, else one that is spelled alike, else all there are."""
+    same = [one for one in known if name and one.split("-")[0] == name.split("-")[0]]
+    near = difflib.get_close_matches(name, same or known, n=1, cutoff=0.5) or same[:3]
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else f"; known: {', '.join(known) or 'none'}"
 
 
 class Seams:

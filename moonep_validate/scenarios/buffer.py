@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moonep_validate.data.problem import Batch, EachExpert
-    from moonep_validate.sessions.protocols import BufferDoor, Dispatched, MoonEPBuffer, WeightSlots
+    from moonep_validate.sessions.protocols import BufferDoor, Dispatched, GradientSlots, MoonEPBuffer, WeightSlots
     from moonep_validate.sessions.rig import Rig
 
 #: Three on two Buffers: always two that share slots and rows, and one beside them.
@@ -26,6 +26,8 @@ _GUARD = 0x5A
 _CAPTURED = ("dispatch.rows", "dispatch.row_weights", "combine.hidden", "combine.topk_weights")
 _FLOWN = ("dispatch.rows", "dispatch.dst", "prefetch.slot_gate", "combine.hidden")
 _ROWS = ("dispatch.rows", "dispatch.row_weights", "dispatch.dst", "dispatch.cu_seqlens")
+#: Of the plan; what has no meaning behind its count is left out.
+_PLAN = ("dispatch.dst", "dispatch.experts_to_copy", "dispatch.zero_fill_ranges", "dispatch.dup_counts")
 _WHOLE = (*_ROWS, "prefetch.slot_gate", "combine.hidden", "combine.topk_weights", "layer.out")
 
 
@@ -55,8 +57,7 @@ def _replays(rig: Rig, session: BufferDoor) -> None:
     rig.promise("V2", "replay", "plan", "dispatch.rows")
     session.dispatch("replay_weights", batch, replay=first)
     rig.promise("V2", "replay_weights", "plan", "dispatch.rows", "dispatch.row_weights")
-    fields = [f"dispatch.{name}" for name in ("dst", "experts_to_copy", "zero_fill_ranges", "dup_counts")]
-    rig.promise("V6", "replay_weights", "plan", *fields)
+    rig.promise("V6", "replay_weights", "plan", *_PLAN)
 
 
 @scenario(needs=("buffer",), injects=True)
@@ -147,13 +148,43 @@ def grads(rig: Rig) -> None:
         sent = session.dispatch("base", rig.batch())
         store = session.make_gradients()
         for step in ("reduce", "reduce_ones"):
-            for name in store.full:
-                local, slots = rig.data.gradients(name, ones=step == "reduce_ones")
-                store.full[name].fill_(-7.0)  # genA has rows of other ranks' experts too, which nobody may change
-                store.local(name).copy_(local)
-                store.slots(name).copy_(slots)
+            _fill_gradients(rig, store, ones=step == "reduce_ones")
             session.dispatch(step, rig.batch(), replay=sent)  # all ranks' slots are written before any rank reads
             session.reduce(step, sent.plan, store)
+
+
+def _fill_gradients(rig: Rig, store: GradientSlots, ones: bool = False) -> None:
+    for name in store.full:
+        local, slots = rig.data.gradients(name, ones=ones)
+        store.full[name].fill_(-7.0)  # genA has rows of other ranks' experts too, which nobody may change
+        store.local(name).copy_(local)
+        store.slots(name).copy_(slots)
+
+
+@scenario(needs=("buffer", "gradients"))
+def replayed_plan(rig: Rig) -> None:
+    """A plan that has been through combine is replayed, prefetched, combined and reduced: it is as it was."""
+    with rig.open_buffer() as session:
+        session.load(0)
+        store = session.make_gradients()
+        sent = _with_plan(rig, session, "base")
+        for step in ("again", "after_reduce"):
+            _fill_gradients(rig, store)
+            _with_plan(rig, session, step, sent)
+            rig.promise("V2", step, "base", "dispatch.rows", "dispatch.row_weights")
+            rig.promise("V1", step, "base", "prefetch.slot_gate", "combine.hidden", "combine.topk_weights")
+            rig.promise("V6", step, "base", *_PLAN)
+            session.reduce(step, sent.plan, store)
+
+
+def _with_plan(rig: Rig, session: BufferDoor, step: str, replay: Dispatched | None = None) -> Dispatched:
+    """All calls of a pass in one step, by a plan of its own or by an earlier one."""
+    session.poison_slots(step)
+    sent = session.dispatch(step, rig.batch(), replay=replay)
+    rig.poison(sent.rows[sent.end :])
+    session.prefetch(step, sent.plan)
+    session.combine(step, sent, session.experts(step, sent))
+    return sent
 
 
 @scenario(needs=("buffer",))

@@ -156,6 +156,9 @@ class BufferDoor(LayerDoor, Protocol):
     def num_groups(self) -> int:
         """Length of ``cu_seqlens``."""
 
+    def poison_slots(self, step: str) -> None:
+        """Fill this rank's slots, so that what the next prefetch leaves out shows."""
+
     def dispatch(
         self,
         step: str,

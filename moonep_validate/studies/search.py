@@ -39,6 +39,7 @@ SCENARIOS = (
     "dispatch_only",
     "packed",
     "grads",
+    "replayed_plan",
     "life",
     "refusals",
     "destructive",
@@ -217,7 +218,7 @@ def _draw_case(
 
 def _slots(generation: str, scenario: str, per_rank: int, st: Any) -> Any:
     """Generation A: too few slots, ``E/R``, or one more than can be used; training needs ``E/R``."""
-    if generation == "B" or scenario == "grads":
+    if generation == "B" or scenario in ("grads", "replayed_plan"):
         return st.none()
     return st.one_of(st.none(), st.integers(1, per_rank + 1))
 

@@ -249,6 +249,8 @@ def test_fault_that_changes_nothing_is_not_exercised() -> None:
     ("text", "message"),
     [
         ("slot-not-filed", "unknown fault 'slot-not-filed'; did you mean 'slot-not-filled'?"),
+        ("slot", "unknown fault 'slot'; did you mean 'slot-table-differs' or 'slot-not-filled' or 'slot-"),
+        ("slots-reused", "unknown fault 'slots-reused'; did you mean 'slots-reused-early'?"),
         ("slot-not-filled:rnk=1", "has no parameter 'rnk=1'; did you mean 'rank'?"),
         ("slot-not-filled:rank=x", "rank is 'x', a whole number or all is needed"),
         ("weights-of-first-load:of=none", "of is 'none', a whole number or all is needed"),

@@ -165,7 +165,7 @@ def test_bad_module_gets_one_clear_finding_and_the_next_case_is_unaffected(
 def test_our_modules_pass_by_the_same_door(generation: str) -> None:
     job = make_job(Options(moonep_module=f"moonep_validate.reference.moonep_{generation}"))
     assert job.target.generations == (generation.upper(),)
-    scenarios = ("variants", "combine_only", "packed", "grads", "life", "refusals")
+    scenarios = ("variants", "combine_only", "packed", "grads", "replayed_plan", "life", "refusals")
     for scenario in scenarios:
         case = Case.parse(f"gen{generation.upper()}+R2+E8+K3+S5+pad4+hot:1+{scenario}")
         verdict = judged(job, case)

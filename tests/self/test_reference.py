@@ -336,7 +336,7 @@ def unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads._Rank, "peers", lambda self, tensor: None)
 
 
-@pytest.mark.parametrize("scenario", ["variants", "life", "packed", "grads", "combine_only"])
+@pytest.mark.parametrize("scenario", ["variants", "life", "packed", "grads", "replayed_plan", "combine_only"])
 @pytest.mark.parametrize("generation", ["A", "B"])
 def test_without_mapped_memory_rows_travel_as_messages(unmapped: None, generation: str, scenario: str) -> None:
     case = Case.parse(f"gen{generation}+R4+E12+K3+S7+H24+I8+pad4+hot:1+{scenario}+@slot_used")
