@@ -96,6 +96,7 @@ genB+R4+E16+K4+S9+hot:6+linear+@slot_used
 genB+R2+E6+K2+S7+H24+I8+hot:1+linear+@slot_used
 genA+R4+E16+K4+S17+slots2+overflow+slot_counts+@remote_read
 genA+R8+E896+K16+S8+H24+I8+slots1+zipf:1.5+metamorphic+@remote_read+@slot_used
+genB+R2+E12+K3+S7+H24+I20+pad5+zipf:1.0+fill:real+k3
 genB+R4+E16+K4+S17+zipf:1.0+fill:real+k3+@slot_used
 genB+R4+E12+K3+S7+H256+pad4+hot:1+fill:real+k3+@slot_used
 genB+R4+E16+K4+S9+zipf:2.0+fill:real+k3+two_poisons+@padding

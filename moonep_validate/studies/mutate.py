@@ -142,19 +142,24 @@ def chosen(job: Job, faults: Sequence[str] = (), kinds: Sequence[str] = ()) -> l
 def case_list(job: Job, most: int | None = MOST_CASES) -> list[Case]:
     """The cases that faults are tried on, cheap ones first.
 
-    First one of each scenario and format, then one for each event that cases claim, then the rest in turns.
+    First one of each scenario, format and model, then one for each event that cases claim, then the rest in turns.
     """
     own = profile(job.target.kind.profile)
     *others, newest = job.target.generations
     listed = for_generations(own, (newest,)) + [case for case in own if case.generation in others]
     supports = job.subject.supports
-    groups: dict[str, list[Case]] = {}
+    groups: dict[tuple[object, ...], list[Case]] = {}
     for case in sorted((case for case in listed if supports(case) is None), key=_cost):
-        groups.setdefault(f"{case.scenario} {case.format}", []).append(case)
+        groups.setdefault(_kind(case), []).append(case)
     turns = range(max((len(group) for group in groups.values()), default=0))
     ordered = [group[turn] for turn in turns for group in groups.values() if turn < len(group)]
     events = {event: case for case in reversed(ordered) for event in case.witnesses}
     return list(dict.fromkeys([*ordered[: len(groups)], *events.values(), *ordered]))[:most]
+
+
+def _kind(case: Case) -> tuple[object, ...]:
+    """What decides which seams a case has."""
+    return case.scenario, case.format, case.model
 
 
 def _cost(case: Case) -> tuple[bool, int]:
@@ -200,8 +205,8 @@ def _twins(one: Case, other: Case) -> bool:
 
 
 def _unlike(killer: Case, case: Case) -> bool:
-    """Whether a case is of another scenario or format than one that kills."""
-    return (case.scenario, case.format) != (killer.scenario, killer.format)
+    """Whether a case is of another kind than one that kills."""
+    return _kind(case) != _kind(killer)
 
 
 def _kills(trial: Trial, job: Job, faulty: Job, case: Case) -> bool:

@@ -117,7 +117,7 @@ def test_score_and_median_are_of_what_counts() -> None:
 
 def test_the_case_list_is_short_and_shows_every_scenario_early() -> None:
     cases = case_list(JOB)
-    kinds = [(str(case.scenario), case.format) for case in cases]
+    kinds = [(case.scenario, case.format, case.model) for case in cases]
     assert len(cases) <= MOST_CASES
     assert len(set(kinds[: len(set(kinds))])) == len(set(kinds))
     assert {case.generation for case in cases} == {"A", "B"}
