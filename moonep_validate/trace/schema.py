@@ -20,13 +20,16 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 T = TypeVar("T")
 #: Levels of nesting in data of free form, and the length of a value that is shown in an error.
-MAX_DEPTH = 32
+MAX_DEPTH, MAX_MESSAGE = 32, 1000
 _SHOWN = 60
 _INT64 = 2**63
 
 
 class SchemaError(ValueError):
-    """Data that is not of the promised form."""
+    """Data that is not of the promised form; the message is one printable line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,12 @@ class Within:
 
     low: int = -_INT64
     high: int = _INT64 - 1
+
+
+def one_line(text: str) -> str:
+    """A text of unknown origin as one printable line of bounded length."""
+    line = text[:MAX_MESSAGE]
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 def read_bytes(path: Path, limit: int) -> bytes:

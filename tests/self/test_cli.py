@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -340,6 +341,57 @@ def test_ctrl_c_keeps_what_is_known(tmp_path: Path) -> None:
     assert "interrupted: 1 of 2 cases ran (1 not_exercised)" in out
     data = json.loads(report.read_text())
     assert (data["interrupted"], data["planned"], len(data["cases"])) == (True, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["cases"], 0),
+        (["run", "--case", CASE], 0),
+        (["run", "--case", CASE, "--fault", "slot-not-filled", "--shrink-seconds", "0"], 1),
+    ],
+)
+def test_a_reader_that_goes_away_changes_no_exit_code(arguments: list[str], code: int, tmp_path: Path) -> None:
+    """As ``| head -0`` does; the report is whole all the same."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    more = ["--out", str(tmp_path)] if arguments[0] == "run" else []
+    command = [sys.executable, "-m", "moonep_validate", *arguments, *more]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (code, "")
+    assert not more or json.loads((tmp_path / "report.json").read_text())["exit_code"] == code
+
+
+def test_a_full_disk_names_the_file_and_does_not_lose_the_table(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    from moonep_validate.doors.report.files import OutputFolder
+
+    folder = OutputFolder(tmp_path)
+    monkeypatch.setattr("moonep_validate.doors.report.files.OutputFolder", lambda path: folder)
+    monkeypatch.setattr(OutputFolder, "plan", lambda self, cases, keep: None)
+    monkeypatch.setattr(Path, "write_text", full)
+    code, out, err = cli("run", "--case", CASE, "--out", str(tmp_path))
+    assert code == 4
+    assert "passed: 1 of 1 cases ran (1 passed)" in out
+    assert err.startswith(
+        f"moonep-validate: {tmp_path / 'manifest.json'} cannot be written: No space left on device"
+    )
+    code, out, _ = cli("run", "--case", f"{CASE}+@triple", "--out", str(tmp_path))
+    assert code == 10
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_output_to_a_full_disk_is_said_and_is_no_success() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "moonep_validate", "cases"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 4
+    assert done.stderr == "moonep-validate: standard output cannot be written: No space left on device\n"
 
 
 def test_help_needs_no_torch() -> None:

@@ -23,6 +23,7 @@ from moonep_validate.doors.cli import mutate as commands_mutate
 from moonep_validate.doors.cli import plan as commands_plan
 from moonep_validate.doors.cli import worlds as commands_worlds
 from moonep_validate.doors.cli.options import console, job_of, note, one_of, takes
+from moonep_validate.doors.cli.output import patient_output
 from moonep_validate.pipeline.kinds import kind_of
 from moonep_validate.pipeline.options import DECLARED, Options
 
@@ -82,6 +83,9 @@ def run(
     title = f"{len(cases)} case{'s' * (len(cases) > 1)}" if options.case else f"profile {_profile(options)}"
     summary = _judge_all(cases, here.judged(record_and_judge), job, title, folder, shrink_seconds)
     here.end(summary.exit_code)
+    if folder and folder.lost:
+        note(folder.lost)
+        raise typer.Exit(summary.exit_code or USAGE)
     _finish(summary)
 
 
@@ -223,16 +227,22 @@ def version() -> None:
 
 def main() -> None:
     """Entry point; maps every end to a documented exit code."""
+    with patient_output() as output:
+        code = _run()
+    if output.lost:
+        note(output.lost)
+    sys.exit(code or (USAGE if output.lost else 0))
+
+
+def _run() -> int:
     try:
-        code = app(standalone_mode=False) or 0
+        return app(standalone_mode=False) or 0
     except KeyboardInterrupt:
-        code = INTERRUPTED
+        return INTERRUPTED
     except (CaseError, OSError) as error:
-        code = _usage(str(error))
+        return _usage(str(error))
     except Exception as error:
-        code = _other(error)
-    sys.stdout.flush()
-    sys.exit(code)
+        return _other(error)
 
 
 def _usage(message: str) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from moonep_validate import __version__
@@ -23,11 +24,15 @@ _LONGEST_NAME = 200
 class OutputFolder:
     """Where a run leaves its results; traces of an earlier run in it are removed.
 
+    Attributes:
+        lost: what could not be written, e.g. on a full disk, or empty; the run goes on, and says so at its end.
+
     Raises:
         OSError: if the folder cannot be made or written.
     """
 
     def __init__(self, path: Path) -> None:
+        self.lost = ""
         self.path, self.manifest = path, Manifest.of((), "none")
         self.traces = path / _TRACES
         self.traces.mkdir(parents=True, exist_ok=True)
@@ -48,9 +53,10 @@ class OutputFolder:
             "checks": {c.id: {"name": c.name, "stage": c.stage, "promise": c.promise} for c in CHECKS.values()},
             "cases": [verdict.to_json() for verdict in summary.verdicts],
         }
-        part = self.path / "report.json.part"
-        part.write_text(json.dumps(data, indent=1) + "\n")
-        part.replace(self.path / "report.json")
+        with self._writing(self.path / "report.json") as path:
+            part = path.with_suffix(".json.part")
+            part.write_text(json.dumps(data, indent=1) + "\n")
+            part.replace(path)
 
     def plan(self, cases: Sequence[Case], keep: Keeps) -> None:
         """Note what is to run, before anything does; see manifest.py."""
@@ -62,9 +68,21 @@ class OutputFolder:
         file = None
         if due(self.manifest.keep, verdict.status):
             file = f"{_file_name(trace.case)}{_SUFFIX}"
-            trace.save(self.traces / file)
+            with self._writing(self.traces / file) as path:
+                trace.save(path)
         self.manifest = self.manifest.judged(trace, verdict.status, file)
-        self.manifest.write(self.path)
+        with self._writing(self.path / NAME):
+            self.manifest.write(self.path)
+
+    @contextmanager
+    def _writing(self, path: Path) -> Iterator[Path]:
+        """The verdicts are worth more than their files: note the first that cannot be written, and go on."""
+        try:
+            yield path
+        except OSError as error:
+            self.lost = (
+                self.lost or f"{path} cannot be written: {error.strerror}; what {self.path} holds is not whole"
+            )
 
 
 def load_traces(folder: Path) -> tuple[Manifest, dict[str, Trace]]:
