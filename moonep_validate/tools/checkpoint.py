@@ -25,7 +25,7 @@ from moonep_validate.cases.limits import MAX_RANKS
 from moonep_validate.formats import FormatError, mxfp4
 from moonep_validate.formats.kimi_k3 import PARTS, ROLES, ExpertTensor, Geometry
 from moonep_validate.tools.config import CheckpointError, read_config, read_json, refuse_pointer
-from moonep_validate.trace.schema import shown
+from moonep_validate.trace.schema import one_line, shown
 
 INDEX = "model.safetensors.index.json"
 #: Bytes of a tensor that are in memory at a time.
@@ -200,7 +200,7 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
         size = path.stat().st_size
-        raise CheckpointError(f"{path} ({size} bytes) is damaged or cut short: {error}") from None
+        raise CheckpointError(f"{path} ({size} bytes) is damaged or cut short: {one_line(str(error))}") from None
 
 
 def _against_index(listed: Mapping[str, str], headers: Mapping[str, Header]) -> list[Finding]:
