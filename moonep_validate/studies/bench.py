@@ -133,7 +133,9 @@ def _plan_trace(case: Case) -> Trace:
             "rows": torch.zeros(layout.num_rows, case.H, dtype=torch.bfloat16),
             **_duplicate_lists(plan, rank),
         }
-        trace.calls.append([Call("base", "dispatch", tensors, done=True)])
+        call = Call("base", "dispatch", done=True)
+        call.keep(**tensors)  # their form too: a tensor without one cannot be judged
+        trace.calls.append([call])
     return trace
 
 
