@@ -21,6 +21,7 @@ from moonep_validate.cases.vocabulary import VOCABULARY
 from moonep_validate.doors.cli import formats as commands_formats
 from moonep_validate.doors.cli import mutate as commands_mutate
 from moonep_validate.doors.cli import plan as commands_plan
+from moonep_validate.doors.cli import served as commands_served
 from moonep_validate.doors.cli import worlds as commands_worlds
 from moonep_validate.doors.cli.options import console, job_of, note, one_of, takes
 from moonep_validate.doors.cli.output import patient_output
@@ -216,6 +217,7 @@ def cases(
 
 app.command()(commands_formats.checkpoint)
 app.command()(commands_formats.memory)
+app.command()(commands_served.compare)
 app.command()(commands_worlds.bench)
 
 

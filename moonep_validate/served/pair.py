@@ -1,0 +1,359 @@
+"""Do two sides say the same? Five checks of a pair, each with what it compared, and one verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from moonep_validate.judge.verdict import EXIT_CODES, Finding, worst
+from moonep_validate.served.answers import GREEDY, Answer, Answers
+from moonep_validate.served.drift import Drift, Split, Summary, summary
+from moonep_validate.served.noise import (
+    FEWEST,
+    FLOOR,
+    MARGIN,
+    Noise,
+    Test,
+    drifts_of,
+    fewest_beyond_chance,
+    measure,
+    test,
+)
+
+#: Check -> what it promises.
+PROMISES = {
+    "answered": "Both sides answer the same questions, in full, with numbers",
+    "apart": "The two sides were run by themselves: neither is a copy of the other",
+    "path": "The path that a side names was used on each of its ranks, for real tokens",
+    "tokens": "A different token is a tie within the noise of this pair",
+    "drift": "Log probabilities of the same tokens are no further apart than noise",
+}
+SAME, EXPLAINED, UNEXPLAINED, MISSING = "identical", "explained", "unexplained", "not compared"
+
+
+@dataclass(frozen=True)
+class PairResult:
+    """One check of a pair; the fields are those of the suite's other results."""
+
+    check: str
+    status: str
+    examined: int
+    findings: tuple[Finding, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class PromptVerdict:
+    """What became of one prompt: ``identical``, ``explained``, ``unexplained`` or ``not compared``."""
+
+    prompt: str
+    group: str
+    status: str
+    split: Split | None = None
+
+
+@dataclass(frozen=True)
+class PairVerdict:
+    """The answer for a pair.
+
+    Attributes:
+        base, candidate: who answered.
+        results: one for each of ``PROMISES``.
+        prompts: one for each prompt of the baseline.
+        noise: what healthy sides differ by, and how that is known.
+        test: the drift against it; None where there is no noise to hold it against.
+        drift: in numbers.
+    """
+
+    base: str
+    candidate: str
+    results: tuple[PairResult, ...]
+    prompts: tuple[PromptVerdict, ...]
+    noise: Noise
+    test: Test | None
+    drift: Summary
+
+    @property
+    def status(self) -> str:
+        """The worst of all checks."""
+        return worst([result.status for result in self.results])
+
+    @property
+    def exit_code(self) -> int:
+        """That of the status."""
+        return EXIT_CODES[self.status]
+
+    def count(self, status: str) -> int:
+        """How many prompts came out so."""
+        return sum(one.status == status for one in self.prompts)
+
+    @property
+    def power(self) -> str:
+        """One sentence: the smallest defect that this comparison would have shown."""
+        if self.noise.kind == "float32":
+            return f"a single log probability that is off by {FLOOR:.2g} shows"
+        if self.test is None:
+            return "nothing can be said of what would have shown"
+        if self.test.prompts < FEWEST:
+            return f"{self.test.prompts} prompts are too few for the test of drift, {FEWEST} are needed"
+        tail = f"or {self.test.off_needed} of {len(self.prompts)} prompts far off"
+        return f"a drift of {self.test.visible:.2g} times the noise over all prompts shows (95%), {tail}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The verdict as JSON data."""
+        return {
+            "kind": "moonep-validate comparison",
+            "base": self.base,
+            "candidate": self.candidate,
+            "status": self.status,
+            "exit_code": self.exit_code,
+            "results": [asdict(result) | {"promise": PROMISES[result.check]} for result in self.results],
+            "prompts": [asdict(one) for one in self.prompts],
+            "noise": asdict(self.noise),
+            "test": self.test and asdict(self.test),
+            "drift": asdict(self.drift),
+            "power": self.power,
+        }
+
+
+def judge_pair(
+    base: Answers, candidate: Answers, healthy: Sequence[Answers] = (), reference: Answers | None = None
+) -> PairVerdict:
+    """Judge a candidate against a baseline.
+
+    Args:
+        base, candidate: the two sides.
+        healthy: further sides that are known to be right; what they differ by from the baseline is noise.
+        reference: a third opinion, better than both; the sides' errors against it are compared.
+    """
+    noise = measure(base, candidate, healthy, reference)
+    drifts = drifts_of(base, candidate)
+    seen = drifts_of(reference, candidate) if reference is not None and noise.kind == "reference" else drifts
+    exact = base.who.dtype == candidate.who.dtype == "float32"
+    tested = test({name: one.size for name, one in seen.items()}, noise.sizes, exact) if noise.sizes else None
+    prompts = tuple(_prompt(one, drifts.get(name), noise) for name, one in base.run(GREEDY).items())
+    results = (
+        _answered(base, candidate),
+        _apart(base, candidate),
+        _path(base, candidate),
+        _tokens(prompts, noise, exact),
+        _drift(drifts, noise, tested),
+    )
+    return PairVerdict(_named(base), _named(candidate), results, prompts, noise, tested, summary(drifts))
+
+
+def _named(side: Answers) -> str:
+    return f"{side.name} ({side.who})" if side.name else str(side.who)
+
+
+def _prompt(base: Answer, found: Drift | None, noise: Noise) -> PromptVerdict:
+    if found is None:
+        return PromptVerdict(base.prompt, base.group, MISSING)
+    if found.split is None:
+        return PromptVerdict(base.prompt, base.group, MISSING if found.cut else SAME)
+    status = EXPLAINED if _tie(found.split, noise) else UNEXPLAINED
+    return PromptVerdict(base.prompt, base.group, status, found.split)
+
+
+def _tie(split: Split, noise: Noise) -> bool:
+    """Both sides see the two tokens closer together than noise moves them: each of the two by ``largest``."""
+    # A token that is not among the largest is further away than a tie can be: NaN compares as false.
+    return split.base_gap <= 2 * noise.largest and split.candidate_gap <= 2 * noise.largest
+
+
+def _answered(base: Answers, candidate: Answers) -> PairResult:
+    mine, other, findings = base.run(GREEDY), candidate.run(GREEDY), []
+    for side, answers in (("base", mine), ("candidate", other)):
+        findings += [
+            Finding(f"answer of the {side} to prompt {name}", {}, "an answer", one.error)
+            for name, one in answers.items()
+            if one.error
+        ]
+        findings += [
+            Finding(
+                f"log probabilities of the {side} for prompt {name}",
+                {},
+                "finite numbers",
+                "NaN or infinite",
+                one.bad,
+            )
+            for name, one in answers.items()
+            if one.bad
+        ]
+        findings += [
+            Finding(f"log probabilities of the {side} for prompt {name}", {}, "one for each token", "none")
+            for name, one in answers.items()
+            if not one.error and len(one.tokens) and (one.logprobs != one.logprobs).all()
+        ]
+    findings += [
+        Finding(f"prompt {name}", {}, "an answer of both sides", "none of the candidate")
+        for name in mine
+        if name not in other
+    ]
+    findings += [
+        Finding(f"prompt {name}", {}, "an answer of both sides", "none of the base")
+        for name in other
+        if name not in mine
+    ]
+    shared = [(mine[name], other[name]) for name in mine if name in other]
+    findings += [
+        Finding(f"prompt {a.prompt}", {}, f"the same {len(a.asked)} token ids", f"other ones ({len(b.asked)})")
+        for a, b in shared
+        if not _equal(a, b)
+    ]
+    findings += [
+        Finding(
+            f"length of the answer to prompt {a.prompt}",
+            {},
+            f"{len(a.tokens)} tokens ({a.finish})",
+            f"{len(b.tokens)} ({b.finish})",
+        )
+        for a, b in shared
+        if not (a.error or b.error) and len(a.tokens) != len(b.tokens) and _prefix(a, b)
+    ]
+    status = "failed" if findings else "passed" if shared else "vacuous"
+    return PairResult(
+        "answered", status, len(shared), tuple(findings), "" if shared else "no prompt has an answer of both sides"
+    )
+
+
+def _equal(a: Answer, b: Answer) -> bool:
+    return len(a.asked) == len(b.asked) and bool((a.asked == b.asked).all())
+
+
+def _prefix(a: Answer, b: Answer) -> bool:
+    shared = min(len(a.tokens), len(b.tokens))
+    return bool((a.tokens[:shared] == b.tokens[:shared]).all())
+
+
+def _apart(base: Answers, candidate: Answers) -> PairResult:
+    """Two files with the very same numbers and the same author are one recording, which agrees with itself."""
+    shared = [
+        (a, candidate.run(GREEDY)[name]) for name, a in base.run(GREEDY).items() if name in candidate.run(GREEDY)
+    ]
+    copies = base.who == candidate.who and bool(shared) and base.name == candidate.name
+    reason = f"{base.name} is compared with itself" if copies else ""
+    return PairResult("apart", "vacuous" if copies else "passed", len(shared), (), reason)
+
+
+def _path(base: Answers, candidate: Answers) -> PairResult:
+    """A side that names MoonEP must have dispatched, and used a slot for real tokens, on each rank."""
+    reasons, examined = [], 0
+    for side in (base, candidate):
+        named = "moonep" in f"{side.who.backend} {' '.join(side.who.arguments)}".lower()
+        if side.who.path is None:
+            reasons += [f"{side.who} names moonep, and nothing shows that it was used"] if named else []
+            continue
+        path = side.who.path
+        counts = {
+            "dispatches": path.dispatches,
+            "used slots": path.slots_used,
+            "real tokens in slots": path.real_rows,
+        }
+        examined += sum(map(len, counts.values()))
+        for what, ranks in counts.items():
+            idle = [rank for rank, count in enumerate(ranks) if count == 0]
+            if idle or (not ranks and what != "real tokens in slots"):
+                reasons.append(f"{side.who}: no {what} on rank {', '.join(map(str, idle)) or 'any'}")
+    return PairResult(
+        "path",
+        "vacuous" if reasons else "passed" if examined else "not_applicable",
+        examined,
+        (),
+        "; ".join(reasons),
+    )
+
+
+def _tokens(prompts: Sequence[PromptVerdict], noise: Noise, exact: bool) -> PairResult:
+    compared = [one for one in prompts if one.status != MISSING]
+    splits = [one for one in compared if one.status == UNEXPLAINED]
+    findings = tuple(_said(one, noise) for one in splits)
+    if splits and noise.kind == "unknown":
+        return PairResult("tokens", "unknown", len(compared), findings, noise.how)
+    # In a coarse type a router may flip on rounding, and move a token further than any noise that was measured.
+    needed = 1 if exact else fewest_beyond_chance(len(compared), 0, len(noise.sizes))
+    if splits and len(splits) < needed:
+        reason = (
+            f"{len(splits)} unexplained; router flips on rounding can make up to {needed - 1} of {len(compared)}"
+        )
+        return PairResult("tokens", "passed", len(compared), (), reason)
+    return PairResult(
+        "tokens", "failed" if splits else "passed" if compared else "vacuous", len(compared), findings
+    )
+
+
+def _said(one: PromptVerdict, noise: Noise) -> Finding:
+    assert one.split is not None
+    split = one.split
+    gaps = (
+        f"gaps {split.base_gap:.3g} and {split.candidate_gap:.3g} at the base and here, noise {noise.largest:.2g}"
+    )
+    return Finding(
+        f"token after prompt {one.prompt}",
+        {"position": split.position},
+        str(split.base),
+        f"{split.candidate} ({gaps})",
+    )
+
+
+def _drift(drifts: Mapping[str, Drift], noise: Noise, tested: Test | None) -> PairResult:
+    examined = sum(len(one.all) for one in drifts.values())
+    if not examined:
+        return PairResult("drift", "vacuous", 0, (), "no log probability of the same token came from both sides")
+    if not any(one.all.any() for one in drifts.values()):
+        return PairResult("drift", "passed", examined)
+    if noise.kind == "float32":
+        findings = tuple(_beyond(one) for one in drifts.values() if len(one.all) and abs(one.all).max() > FLOOR)
+        return PairResult("drift", "failed" if findings else "passed", examined, findings)
+    if tested is None:
+        advice = "give --healthy (a side that is known to be right) or --reference (a third opinion in float32)"
+        return PairResult("drift", "unknown", examined, (), f"{noise.how}; {advice}")
+    if tested.failed:
+        return PairResult("drift", "failed", examined, tuple(_further(tested, noise)))
+    if tested.prompts < FEWEST:
+        return PairResult(
+            "drift",
+            "unknown",
+            examined,
+            (),
+            f"{tested.prompts} prompts; {FEWEST} are needed to tell drift from noise",
+        )
+    return PairResult("drift", "passed", examined)
+
+
+def _beyond(one: Drift) -> Finding:
+    values = abs(one.all)
+    place = int(values.argmax())
+    what = "log probability in prompt" if place < len(one.prefill) else "log probability after prompt"
+    return Finding(
+        f"{what} {one.prompt}",
+        {"position": place},
+        f"within {FLOOR:.2g}",
+        f"{one.all[place]:+.3g}",
+        int((values > FLOOR).sum()),
+    )
+
+
+def _further(tested: Test, noise: Noise) -> list[Finding]:
+    found = []
+    if tested.low > MARGIN:
+        found.append(
+            Finding(
+                "drift over noise, all prompts",
+                {},
+                f"at most {MARGIN:g}",
+                f"{tested.ratio:.3g} (at least {tested.low:.3g})",
+            )
+        )
+    if len(tested.off) >= tested.off_needed:
+        names = ", ".join(tested.off[:4])
+        found.append(
+            Finding(
+                "prompts far beyond any noise",
+                {},
+                f"fewer than {tested.off_needed}",
+                f"{len(tested.off)}: {names}",
+            )
+        )
+    return found

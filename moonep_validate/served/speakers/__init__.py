@@ -1,0 +1,1 @@
+"""Engines in a process of their own: each answers prompts, and knows nothing of what is judged."""
