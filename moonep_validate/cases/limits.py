@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 MAX_TOP_K = 32
 MAX_RANKS = 128
 MAX_ROWS = 2**24 - 1
+#: Columns of one scale in the fill ``scales``, as in MXFP4.
+_SCALED = 32
 #: What nobody records: limits of this suite, so that a typo is said before it is allocated.
 MAX_EXPERTS, MAX_WIDTH, MAX_ROUTES, MAX_BYTES = 2**16, 2**20, 2**27, 2**40
 
@@ -74,6 +76,8 @@ def check_case(case: Case) -> None:
             )
     _check_scenario(case)
     _check_format(case)
+    if case.fill.name == "scales":
+        _check_scales(case)
     _check_routing_argument(case)
     _check_routing_geometry(case)
     if case.model.name == "k3":
@@ -119,6 +123,22 @@ def _check_format(case: Case) -> None:
     """What the format of the weights needs."""
     refusal = FORMATS[case.format.name].refusal(case.H, case.I)
     _require(refusal is None, str(refusal))
+
+
+def _check_scales(case: Case) -> None:
+    """What the fill ``scales`` needs: whole blocks, and tokens whose columns stay where they are."""
+    for name, size in (("H", case.H), ("I", case.I)):
+        larger = -(-size // _SCALED) * _SCALED
+        _require(
+            size % _SCALED == 0,
+            f"{name}={size}: fill:scales gives each {_SCALED} columns a scale; the next larger {name} is {larger}",
+        )
+    able = ("base", "two_poisons", "marked_slots", "grouped")
+    _require(
+        case.scenario.name in able,
+        f"scenario {case.scenario}: fill:scales runs {', '.join(able)}, in which a token's columns keep their "
+        "places; use one of these, or fill:real",
+    )
 
 
 def _check_model(case: Case) -> None:

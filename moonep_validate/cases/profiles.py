@@ -54,6 +54,9 @@ genB+R4+E8+K2+S9+hot:5+mxfp4+@slot_used
 genB+R4+E12+K3+S11+H256+I64+pad4+zipf:1.0+fill:real+mxfp4+@slot_used
 genB+R4+E8+K2+S9+hot:6+mxfp4+marked_slots+@slot_used
 genB+R4+E8+K2+S9+hot:5+mxfp4+life+@slot_used
+genB+R2+E4+K2+S17+pad4+hot:1+fill:scales+mxfp4+@slot_used
+genB+R1+E4+K2+S9+pad8+fill:scales+mxfp4+grouped
+genB+R4+E8+K2+S9+hot:5+fill:real+fp8+@slot_used
 genB+R2+E8+K2+S9+pad8+grouped
 genB+R2+E6+K2+S9+H96+I160+pad4+fill:real+mxfp4+grouped
 genB+R2+E4+K2+S9+pad4+fill:real+k3+grouped

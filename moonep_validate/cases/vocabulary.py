@@ -48,6 +48,7 @@ _WORDS = {
     "real": Word("fill", "fill:real", "normal-like values, judged by derived bounds"),
     "ulp": Word("fill", "fill:ulp", "random mantissas in one binade, so that rounding points show"),
     "cancel": Word("fill", "fill:cancel", "+-2**30 and 1, so that the order of sums shows; for combine_only"),
+    "scales": Word("fill", "fill:scales", "weights and tokens over all of BF16's range, their products near 1"),
     "moe": Word("model", "moe", "routed experts with SiLU-gated FFNs, no router and no shared expert"),
     "k3": Word("model", "k3", "moe inside Kimi-K3's layer: router, latent projections, norm, SiTU, shared expert"),
     **{one.name: Word("format", one.name, one.summary) for one in FORMATS.values()},

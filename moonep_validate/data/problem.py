@@ -13,6 +13,8 @@
     Tokens and injected rows of one binade with random mantissas, so that every rounding point shows.
 ``cancel``
     Injected rows of +-2**30 and 1, so that the order of a sum shows; needs three or more rows of a token.
+``scales``
+    Weights and tokens of magnitudes over all of BF16's range, whose products stay near 1 (data/scales.py).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.cases.layout import Layout
-from moonep_validate.data import routing
+from moonep_validate.data import routing, scales
 from moonep_validate.formats.stored import FORMATS
 from moonep_validate.formats.weight_format import PROJECTIONS as PROJECTIONS
 from moonep_validate.formats.weight_format import SCALE, WeightFormat, matrices
@@ -39,7 +41,7 @@ _UNIT, _UNITS = 16, 256
 
 #: Model -> projection -> exact factor. In k3, SiTU's caps show (|g| above 2 and |u| above 25 are usual), and a
 #: token's sum has a mean square near the norm's eps, so that a wrong eps or a wrong factor shows behind the norm.
-_SCALES: dict[str, dict[str, float]] = {"moe": {}, "k3": {"gate": 2.0, "up": 16.0, "down": 2.0**-12}}
+_FACTORS: dict[str, dict[str, float]] = {"moe": {}, "k3": {"gate": 2.0, "up": 16.0, "down": 2.0**-12}}
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,10 @@ def expert_weights(case: Case, rank: int, layer: int = 0, device: torch.device =
     """
     entries = min(8, 32 // case.K) if case.fill.name == "ints" else 0
     args = (case.fill.name, case.seed, layer, case.experts_per_rank, case.H, case.I, entries)
-    scales = _SCALES[case.model.name]
+    factors = _FACTORS[case.model.name]
     with device:
         weights = _expert_weights(rank, *args, device)
-    return {name: tensor * scales.get(name, 1) for name, tensor in weights.items()}
+    return {name: tensor * factors.get(name, 1) for name, tensor in weights.items()}
 
 
 @lru_cache(maxsize=64)
@@ -109,6 +111,8 @@ def _expert_weights(
         total = weights["down"].abs().long().sum(-1).max().item() * 128 * (32 // entries if entries > 1 else 32)
         assert total <= _UNIT * _UNITS, f"ints fill: sums reach {total}, BF16 holds them exactly up to 4096"
         return weights
+    if fill == "scales":
+        return scales.weights(expert, seed, layer, H, I)
     shapes = {"gate": (I, H), "up": (I, H), "down": (H, I)}
     return {
         name: (normal(_element_hash(name, seed, layer, expert, *shape)) * shape[1] ** -0.5).to(torch.bfloat16)
@@ -158,6 +162,10 @@ def _ints_hidden(noise: Tensor) -> Tensor:
     hidden = below(noise, 3).float() - 1
     hidden[:, 0] = 1.0
     return hidden
+
+
+def _scaled_hidden(noise: Tensor) -> Tensor:
+    return scales.hidden(normal(noise))
 
 
 def _ints_route_weights(case: Case, rank: int) -> Tensor:
@@ -302,16 +310,24 @@ def _binade(noise: Tensor) -> Tensor:
     return (1 + below(noise, 128).float() / 128) * _sign(noise >> 16)
 
 
-_HIDDEN = {"ints": _ints_hidden, "real": normal, "ulp": _binade, "cancel": normal}
+_HIDDEN = {
+    "ints": _ints_hidden,
+    "real": normal,
+    "ulp": _binade,
+    "cancel": normal,
+    "scales": _scaled_hidden,
+}
 _ROUTE_WEIGHTS = {
     "ints": _ints_route_weights,
     "real": _real_route_weights,
     "ulp": _real_route_weights,
     "cancel": _real_route_weights,
+    "scales": _real_route_weights,
 }
 _INJECTED: dict[str, Callable[[Tensor], Tensor]] = {
     "ints": lambda noise: below(noise, 17).float() - 8,
     "real": normal,
     "ulp": _binade,
     "cancel": _cancel,
+    "scales": normal,
 }
