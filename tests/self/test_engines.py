@@ -139,6 +139,7 @@ def test_evidence_says_which_part_is_real() -> None:
     [
         ("genB+R2+E8+K2+S16", "genB: fake_engine:Good calls MoonEP's generation A; use genA"),
         (f"{SIZES}+H24", "not portable to hardware"),
+        (f"{SIZES}+H128+I128+fp8", "format fp8: an integration is given BF16 weights; leave fp8 out"),
         (
             f"{SIZES}+combine_only",
             "the scenario combine_only calls a Buffer by itself; an engine has no such door",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moonep_validate.cases.case import Case, CaseError
+from moonep_validate.formats.stored import FORMATS
 from moonep_validate.judge.stages import STAGES, owned_by
 from moonep_validate.scenarios import SCENARIOS
 from moonep_validate.sessions.protocols import EngineDoor
@@ -172,6 +173,8 @@ def engine_subject(
             return f"the scenario {case.scenario} calls a Buffer by itself; an engine has no such door"
         if case.model.name != "moe":
             return f"model {case.model} runs on the embedded reference; leave --subject out"
+        if FORMATS[case.format.name].scale:
+            return f"format {case.format}: an integration is given BF16 weights; leave {case.format} out"
         return integration(engine).supports(case)
 
     ours = "" if moonep and moonep.origin == "real" else ", moonep was this project's stand-in"
