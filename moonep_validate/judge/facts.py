@@ -43,6 +43,11 @@ class Undecided(LookupError):
     """The trace does not show whether the promise was kept: the answer is unknown, and no pass."""
 
 
+def tally(ids: Ints, size: int) -> Ints:
+    """How often each of ``0..size-1`` occurs: ``[size]``; other ids aside, since a subject may return anything."""
+    return np.bincount(ids[(ids >= 0) & (ids < size)].ravel(), minlength=size)
+
+
 class Step:
     """One call group over all ranks.
 
@@ -311,9 +316,9 @@ class Step:
 
     @cached_property
     def alloc(self) -> Ints:
-        """Routes of each expert that each rank computes: ``[E, R]``."""
+        """Routes of each expert that each rank computes: ``[E, R]``; ids of no expert aside."""
         flat = (self.topk * self.case.R + self.rank_of)[self.in_range]
-        return np.bincount(flat, minlength=self.case.E * self.case.R).reshape(self.case.E, self.case.R)
+        return tally(flat, self.case.E * self.case.R).reshape(self.case.E, self.case.R)
 
     @cached_property
     def is_duplicate(self) -> Bools:

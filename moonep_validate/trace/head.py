@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any
 
-from moonep_validate.trace.schema import SchemaError, Within, build, shown
+from moonep_validate.trace.schema import SchemaError, Within, build, build_known, shown
 
-T = TypeVar("T")
 ORIGINS = ("real", "reference", "stand-in", "none")
 #: Calls of all ranks, and the size of an axis.
 MAX_CALLS, MAX_AXIS = 2**16, 2**24
@@ -132,7 +131,7 @@ class CallHead:
         Raises:
             SchemaError: for a wrong type.
         """
-        _known(_Info, self.info, f"{self.op} of {self.step}: info")
+        build_known(_Info, self.info, f"{self.op} of {self.step}: info")
 
 
 @dataclass(frozen=True)
@@ -192,13 +191,8 @@ class Head:
         if bad := [part.origin for part in self.parts.values() if part.origin not in ORIGINS]:
             raise SchemaError(f"a part's origin is {shown(bad[0])}; known: {', '.join(ORIGINS)}")
         if self.autopsy:
-            for number, rank in enumerate(_known(_Autopsy, self.autopsy, "autopsy").ranks):
-                _known(_LostRank, rank, f"autopsy.ranks[{number}]")
+            for number, rank in enumerate(build_known(_Autopsy, self.autopsy, "autopsy").ranks):
+                build_known(_LostRank, rank, f"autopsy.ranks[{number}]")
         for call in (call for rank in self.calls for call in rank):
             call.checked()
         return self
-
-
-def _known(kind: type[T], data: Mapping[str, Any], where: str) -> T:
-    """What ``kind`` knows of some data, checked; the rest may be anything."""
-    return build(kind, {name: data[name] for name in get_type_hints(kind) if name in data}, where)

@@ -10,17 +10,17 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from moonep_validate import __version__
-from moonep_validate.trace.schema import SchemaError, build, decoded, parsed, read_bytes, shown
+from moonep_validate.trace.schema import SchemaError, build, build_known, decoded, parsed, read_bytes, shown
 from moonep_validate.trace.trace import Trace, TraceError
 
 SCHEMA = 1
-NAME = "manifest.json"
-MAX_BYTES = 2**26
+NAME, REPORT = "manifest.json", "report.json"
+MAX_BYTES, MAX_REPORT = 2**26, 2**30
 Keeps = Literal["failed", "all", "none"]
 
 
@@ -116,6 +116,46 @@ class Manifest:
             if entry.file is not None and (not entry.seal or Path(entry.file).name != entry.file):
                 raise TraceError(f"{path}: the trace of {entry.case} has no seal, or a file name that is a path")
         return self
+
+
+@dataclass(frozen=True)
+class _Reported:
+    """What a report says of a case; there is more."""
+
+    case: str
+    status: str
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What is read of ``report.json``; there is more."""
+
+    cases: list[dict[str, Any]] = field(default_factory=list)
+
+
+def check_report(folder: Path, manifest: Manifest) -> None:
+    """Hold the verdicts of a folder's report against the manifest; a report may be gone, or end early.
+
+    Raises:
+        TraceError: for a report that is damaged, or says something else.
+    """
+    path = folder / REPORT
+    statuses = {entry.case: entry.status for entry in manifest.entries}
+    try:
+        data = parsed(decoded(read_bytes(path, MAX_REPORT)))
+        if not isinstance(data, dict):
+            raise SchemaError(f"is {shown(data)}, an object is needed")
+        for number, one in enumerate(build_known(_Report, data).cases):
+            said = build_known(_Reported, one, f"cases[{number}]")
+            if said.case not in statuses or statuses[said.case] != said.status:
+                known = statuses.get(said.case, "not listed")
+                raise SchemaError(f"{said.case} is {said.status} here, and {known} in {NAME}")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error.strerror}") from None
+    except SchemaError as error:
+        raise TraceError(f"{path}: {error}") from None
 
 
 def due(keep: Keeps, status: str) -> bool:

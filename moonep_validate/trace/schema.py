@@ -103,6 +103,11 @@ def build(kind: type[T], data: Any, where: str = "") -> T:
     return _value(kind, data, where)  # type: ignore[no-any-return]
 
 
+def build_known(kind: type[T], data: Mapping[str, Any], where: str = "") -> T:
+    """What a dataclass knows of some data, as ``build``; what else is there may be anything."""
+    return build(kind, {one.name: data[one.name] for one in fields(kind) if one.name in data}, where)  # type: ignore[arg-type]
+
+
 def _value(hint: Any, data: Any, where: str) -> Any:
     origin = get_origin(hint)
     if origin is Annotated:

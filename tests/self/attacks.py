@@ -29,6 +29,7 @@ from moonep_validate.cases.profiles import profile
 from moonep_validate.cases.vocabulary import VOCABULARY
 from moonep_validate.doors.report.files import OutputFolder, load_traces
 from moonep_validate.doors.report.recorded import judge_recorded
+from moonep_validate.doors.report.summary import Summary
 from moonep_validate.formats import identity
 from moonep_validate.formats.kimi_k3 import Geometry, write_checkpoint
 from moonep_validate.judge.waivers import SHIPPED, read_waivers
@@ -281,9 +282,12 @@ def _mutate_tensor(chance: Chance, tensors: dict[str, torch.Tensor]) -> None:
 def _folder() -> Path:
     folder = OutputFolder(Path(tempfile.mkdtemp(prefix="fuzz-")) / "out")
     folder.plan([Case.parse(line) for line in CASES[:2]], "all")
+    summary = Summary(2)
     for line in CASES[:2]:
         one = record(Job(), Case.parse(line))
-        folder.note(one, judge(one))
+        summary.verdicts.append(judge(one))
+        folder.note(one, summary.verdicts[-1])
+        folder.write_report(summary, one.subject)
     return folder.path
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from moonep_validate.judge.facts import tally
+from moonep_validate.pipeline.judge import judge
+from moonep_validate.trace.trace import Trace
 from tests.self.attacks import ATTACKS, within
 
 #: Examples in CI, and by hand or nightly.
@@ -53,6 +58,23 @@ def test_what_is_damaged_or_altered_is_refused_in_one_line(name: str) -> None:
 @pytest.mark.parametrize("name", COUNTS)
 def test_the_same_by_the_thousand(name: str) -> None:
     assert attack(name, COUNTS[name][1])["refused"]
+
+
+@pytest.mark.parametrize("name", ["topk_ids", "experts_to_copy", "dst", "cu_seqlens"])
+def test_a_number_that_is_no_id_costs_no_memory(name: str, recorded: Callable[..., Trace]) -> None:
+    """What a subject returns may be anything: 2**31 - 1 took 10 GB where ids are counted."""
+    trace = recorded()
+    for calls in trace.calls:
+        for call in calls:
+            if name in call.tensors:
+                call.tensors[name].view(-1)[0] = 2**31 - 1
+    tracemalloc.start()
+    try:
+        assert judge(trace).status in ("failed", "unknown")
+        assert tracemalloc.get_traced_memory()[1] < 64 * 2**20
+    finally:
+        tracemalloc.stop()
+    assert tally(np.array([[0, -1, 2**31], [1, 1, 2]]), 2).tolist() == [1, 2]
 
 
 def test_a_hang_is_seen() -> None:

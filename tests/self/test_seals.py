@@ -184,6 +184,24 @@ def test_a_manifest_that_disagrees_is_refused(cli: Cli, out: Path, changes: dict
     assert message in err
 
 
+@pytest.mark.parametrize(
+    ("report", "message"),
+    [
+        ({"cases": [{"case": CASE, "status": "failed"}]}, f"{CASE} is failed here, and passed in manifest.json"),
+        ({"cases": [{"case": "another", "status": "passed"}]}, "another is passed here, and not listed in"),
+        ({"cases": [{"case": CASE}]}, "cases[0] lacks status"),
+        ({"cases": 5}, "cases is 5, a list is needed"),
+        ([], "is a list of 0, an object is needed"),
+    ],
+)
+def test_a_report_that_disagrees_is_refused(cli: Cli, out: Path, report: Any, message: str) -> None:
+    (out / "report.json").write_text(json.dumps({"cases": [{"case": CASE, "status": "passed"}]}))
+    assert cli("check", str(out))[0] == 0
+    (out / "report.json").write_text(json.dumps(report))
+    code, _, err = cli("check", str(out))
+    assert (code, message in err) == (4, True), err
+
+
 def test_a_fault_that_was_not_exercised_stays_so(cli: Cli, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     code, _, _ = cli("run", "--case", CASE, "--fault", "slot-not-filled:rank=7", "--out", out)

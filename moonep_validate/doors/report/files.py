@@ -13,7 +13,7 @@ from moonep_validate.cases.case import Case
 from moonep_validate.doors.report.summary import Summary
 from moonep_validate.judge.checks import CHECKS
 from moonep_validate.judge.verdict import Verdict
-from moonep_validate.trace.manifest import NAME, Entry, Keeps, Manifest, calls_digest, due
+from moonep_validate.trace.manifest import NAME, Entry, Keeps, Manifest, calls_digest, check_report, due
 from moonep_validate.trace.trace import Trace, TraceError
 
 SCHEMA = 1
@@ -94,6 +94,7 @@ def load_traces(folder: Path) -> tuple[Manifest, dict[str, Trace]]:
     if not folder.is_dir():
         raise TraceError(f"{folder} is not a folder; give the folder that `run --out` wrote")
     manifest, inside = Manifest.read(folder), folder / _TRACES
+    check_report(folder, manifest)
     listed = {entry.file: entry for entry in manifest.entries if entry.file is not None}
     if extra := sorted(path.name for path in inside.glob("*") if path.name not in listed):
         raise TraceError(f"{inside / extra[0]} is not in {folder / NAME}: no run of this folder wrote it")

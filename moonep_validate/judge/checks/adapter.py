@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from moonep_validate.judge.checks import Compared, axes, differ, differ_bits
-from moonep_validate.judge.facts import Absent, Missing, Step
+from moonep_validate.judge.facts import Absent, Missing, Step, tally
 from moonep_validate.judge.registry import check
 
 
@@ -75,7 +75,7 @@ def counted_ids(s: Step) -> Iterator[Compared]:
     for rank in range(s.case.R):
         if not s.has("dispatch", "tokens_per_expert"):
             raise Absent("no engine counted the tokens of this step")
-        want = s.one("dispatch", rank, "topk_ids").flatten().clamp(min=0).long().bincount(minlength=s.case.E)
+        want = tally(s.one("dispatch", rank, "topk_ids").clamp(min=0).numpy(), s.case.E)
         at = lambda i: {"rank": rank, "expert": i[0]}  # noqa: B023, E731
         yield differ("tokens_per_expert", want, s.one("dispatch", rank, "tokens_per_expert"), at)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from moonep_validate.cases.layout import Bools, Ints
 from moonep_validate.judge.checks import Compared, Place, axes, differ
-from moonep_validate.judge.facts import Absent, Missing, Step
+from moonep_validate.judge.facts import Absent, Missing, Step, tally
 from moonep_validate.judge.oracle.plan import Plan, make_plan
 from moonep_validate.judge.registry import check
 
@@ -57,7 +57,7 @@ def rows_not_shared(s: Step) -> Iterator[Compared]:
 @check("L3", "plan")
 def equal_rows(s: Step) -> Iterator[Compared]:
     """Each rank computes exactly S*K rows"""
-    got = np.bincount(s.rank_of[s.in_range], minlength=s.case.R)
+    got = tally(s.rank_of[s.in_range], s.case.R)
     yield differ("rows per rank", np.full(s.case.R, s.layout.capacity), got, axes("rank"))
 
 
@@ -171,16 +171,15 @@ def remote_stats(s: Step) -> Iterator[Compared]:
     """remote_stats counts a rank's remote experts, and the slots of other ranks that copy its own"""
     got = s.ints("dispatch", "remote_stats")
     yield differ("remote experts", _remote(s).sum(axis=0), got[:, 0], axes("rank"))
-    owners = np.bincount(s.layout.home(s.copies[s.copies >= 0]), minlength=s.case.R)
+    owners = tally(s.layout.home(s.copies[s.copies >= 0]), s.case.R)
     yield differ("slots that copy my experts", owners, got[:, 1], axes("rank"))
 
 
 @check("L14", "plan")
 def rows_conserved(s: Step) -> Iterator[Compared]:
     """Each expert gets as many rows as it has routes"""
-    occupied = s.row_expert[s.row_route >= 0]
-    got = np.bincount(occupied[occupied >= 0], minlength=s.case.E)
-    yield differ("rows of the expert", np.bincount(s.topk.ravel(), minlength=s.case.E), got, axes("expert"))
+    got = tally(s.row_expert[s.row_route >= 0], s.case.E)
+    yield differ("rows of the expert", tally(s.topk, s.case.E), got, axes("expert"))
 
 
 @check("L15", "plan", kind="drop_in")
@@ -196,7 +195,7 @@ def no_needless_move(s: Step) -> Iterator[Compared]:
     """Nothing moves if all home loads are equal"""
     _legal(s)
     home = s.layout.home(s.topk)
-    if (np.bincount(home.ravel(), minlength=s.case.R) != s.layout.capacity).any():
+    if (tally(home, s.case.R) != s.layout.capacity).any():
         raise Absent("the home loads differ")
     yield differ("rank of the route", home, s.rank_of, _route(s))
 

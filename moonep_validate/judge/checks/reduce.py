@@ -9,7 +9,7 @@ import torch
 
 from moonep_validate.data.problem import PROJECTIONS
 from moonep_validate.judge.checks import Compared, axes, differ, differ_bits
-from moonep_validate.judge.facts import Absent, Step
+from moonep_validate.judge.facts import Absent, Step, tally
 from moonep_validate.judge.registry import check
 
 _AXES = axes("rank", "expert_of_rank", "weight_row", "weight_column")
@@ -54,7 +54,7 @@ def slots_cleared(s: Step) -> Iterator[Compared]:
 def every_copy_counted(s: Step) -> Iterator[Compared]:
     """Each copy adds exactly one contribution"""
     copies = s.ints("reduce", "experts_to_copy")[0]
-    counts = np.bincount(copies[copies >= 0], minlength=s.case.E).reshape(s.case.R, -1)
+    counts = tally(copies, s.case.E).reshape(s.case.R, -1)
     for name in PROJECTIONS:
         local = s.tap("reduce", f"local_{name}")
         if not bool((local == 1).all()):

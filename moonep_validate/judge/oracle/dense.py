@@ -212,8 +212,9 @@ def pieces(group: Tensor) -> Iterator[tuple[int, Tensor]]:
         group: ``[n]``, index of each row's group.
     """
     order, begin = group.argsort(stable=True), 0
-    for index, count in enumerate(group.bincount().tolist()):
-        for rows in order[begin : begin + count].split(CHUNK) if count else ():
+    found, counts = group[order].unique_consecutive(return_counts=True)
+    for index, count in zip(found.tolist(), counts.tolist(), strict=True):
+        for rows in order[begin : begin + count].split(CHUNK):
             yield index, rows
         begin += count
 
