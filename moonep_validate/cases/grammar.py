@@ -5,7 +5,6 @@ Reading a typo names the nearest word; printing has one spelling for each value.
 
 from __future__ import annotations
 
-import difflib
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from moonep_validate.cases.near import meant
 from moonep_validate.cases.vocabulary import VOCABULARY
 from moonep_validate.errors import CaseError
 
@@ -100,10 +100,9 @@ def _read_spec(token: str) -> tuple[str, Spec]:
 def _suggestion(name: str, known: Sequence[str]) -> str:
     """``; did you mean 'zipf:EXPONENT'?`` or the list of what is known."""
     stems = {re.split(r"[:,]|NUMBER", usage)[0].lstrip("@"): usage for usage in known}
-    near = difflib.get_close_matches(name[:_SHOWN], stems, n=1, cutoff=0.5)
-    if not near:
-        near = [stem for stem in stems if stem and re.fullmatch(rf"{stem}-?\d*", name, re.IGNORECASE)]
-    return f"; did you mean {stems[near[0]]!r}?" if near else f"; known: {', '.join(known)}"
+    stems.pop("", None)
+    sized = [stem for stem in stems if re.fullmatch(rf"{stem}-?\d+", name, re.IGNORECASE)]
+    return f"; did you mean {stems[sized[0]]!r}?" if sized else meant(name, stems, stems.values())
 
 
 def normalised(spec: Spec, field: str) -> Spec:

@@ -8,16 +8,16 @@ on all ranks alike is another fault than what is wrong on one. Faults of an engi
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from moonep_validate.cases.case import CaseError, Spec
+from moonep_validate.cases.near import meant
 
 _MODULES = (
     "plan",
@@ -174,7 +174,7 @@ def parse_fault(text: str) -> Spec:
     """
     spec = Spec.parse(text)
     if spec.name not in FAULTS:
-        raise CaseError(f"unknown fault {spec.name!r}{_near(spec.name, FAULTS)}")
+        raise CaseError(f"unknown fault {spec.name!r}{meant(spec.name, FAULTS)}")
     _parameters(spec)
     return spec
 
@@ -185,7 +185,7 @@ def _parameters(spec: Spec) -> dict[str, int | str]:
     for arg in spec.args:
         name, equals, value = arg.partition("=")
         if not equals or name not in values:
-            raise CaseError(f"fault {spec.name!r} has no parameter {arg!r}{_near(name, values)}")
+            raise CaseError(f"fault {spec.name!r} has no parameter {arg!r}{meant(name, values)}")
         values[name] = _value(about, name, value)
     if int(values.get("every", 1)) < 1:
         raise CaseError(f"fault {spec.name!r}: every is {values['every']}, 1 or more is needed")
@@ -201,13 +201,6 @@ def _value(about: Fault, name: str, text: str) -> int | str:
         return int(text)
     needed = " or ".join(["a whole number"] * number + [", ".join(words)] * bool(words))
     raise CaseError(f"fault {about.id!r}: {name} is {text!r}, {needed} is needed")
-
-
-def _near(name: str, known: Collection[str]) -> str:
-    """What was meant: names that start with the same word, else one that is spelled alike, else all there are."""
-    same = [one for one in known if name and one.split("-")[0] == name.split("-")[0]]
-    near = difflib.get_close_matches(name, same or known, n=1, cutoff=0.5) or same[:3]
-    return f"; did you mean {' or '.join(map(repr, near))}?" if near else f"; known: {', '.join(known) or 'none'}"
 
 
 class Seams:

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from moonep_validate.cases import grammar
 from moonep_validate.cases.case import Case, CaseError, Spec
+from moonep_validate.cases.near import near
 from moonep_validate.cases.vocabulary import VOCABULARY
+from moonep_validate.faults import parse_fault
 
 SMALL = "genB+R4+E8+K2+S9"
 
@@ -157,3 +159,28 @@ def test_an_old_word_is_understood_and_said_once(old: str, new: str, capsys: pyt
     assert Case.parse(f"{SMALL}+hot:5+{new}") == Case.parse(f"{SMALL}+hot:5+{old}")
     with pytest.raises(CaseError, match=f"unknown part '{word}s'"):
         Case.parse(f"{SMALL}+{word}s")
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "meant"),
+    [
+        ("slot", ["sign-lost", "slot-not-filled", "one-slot-lost"], "slot-not-filled"),
+        ("slot-lost", ["sign-lost", "slot-not-filled"], "slot-not-filled"),
+        ("Slot", ["sign-lost", "slot_used"], "slot_used"),
+        ("lost", ["last", "sign-lost"], "sign-lost"),
+        ("slots_used", ["slots_everywhere", "slot_used"], "slot_used"),
+        ("slto", ["sign-lost", "slot"], "slot"),
+        ("unifrom", ["zipf", "uniform"], "uniform"),
+        ("qqq", ["zipf", "uniform"], None),
+        ("", ["zipf"], None),
+    ],
+)
+def test_near_words_start_alike_then_contain_it_then_are_spelled_alike(
+    name: str, known: list[str], meant: str | None
+) -> None:
+    assert near(name, known) == ([meant] if meant else [])
+
+
+def test_near_words_of_faults_start_with_the_same_word() -> None:
+    with pytest.raises(CaseError, match="did you mean 'slot-"):
+        parse_fault("slot")

@@ -1,0 +1,42 @@
+"""At which stages did a case call something, and at which of them did a check compare anything?
+
+F1 says what was called. A stage whose calls returned, and at which no gating check compared a value although the
+recording would have allowed it, is bare: whatever was neutral there must not look like a pass. ``life`` is left
+out, since F1 is what its calls promise, and ``load``, since only an engine's loader has a check of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moonep_validate.cases.case import Case
+from moonep_validate.judge.registry import CHECKS, step_checks
+from moonep_validate.judge.stages import STAGES
+from moonep_validate.judge.verdict import Result
+from moonep_validate.trace.keep import Keep
+
+_NOT_DEMANDED = ("life", "load")
+
+
+def called(results: Iterable[Result]) -> list[str]:
+    """Stages whose calls returned on every rank, in order; a plan is made by dispatch."""
+    returned = {r.stage for r in results if r.status == "passed" and CHECKS[r.check].kind == "returns"}
+    return [stage for stage in STAGES if stage in returned or (stage == "plan" and "dispatch" in returned)]
+
+
+def compared(results: Iterable[Result]) -> list[str]:
+    """Stages at which a gating check compared a value, in order; that a call returned is no comparison."""
+    having = {r.stage for r in results if r.gates and r.examined and CHECKS[r.check].kind != "returns"}
+    return [stage for stage in STAGES if stage in having]
+
+
+def bare(case: Case, results: Iterable[Result], keep: Keep) -> list[str]:
+    """Stages that were called and not judged, although what was kept would have been enough.
+
+    A layer that was given no token at all has nothing to compare.
+    """
+    results = list(results)
+    withheld = {check.stage for check in step_checks() if not keep.reaches(check.needs)}
+    empty = () if any(case.token_count(rank) for rank in range(case.R)) else ("layer",)
+    judged = {*compared(results), *withheld, *_NOT_DEMANDED, *empty}
+    return [stage for stage in called(results) if stage not in judged]
