@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from moonep_validate.cases.case import Case
-from moonep_validate.judge.registry import CHECKS, step_checks
+from moonep_validate.judge.registry import CHECKS, Check, step_checks
 from moonep_validate.judge.stages import STAGES
 from moonep_validate.judge.verdict import Result
 from moonep_validate.trace.keep import Keep
@@ -25,9 +25,30 @@ def called(results: Iterable[Result]) -> list[str]:
 
 
 def compared(results: Iterable[Result]) -> list[str]:
-    """Stages at which a gating check compared a value, in order; that a call returned is no comparison."""
-    having = {r.stage for r in results if r.gates and r.examined and CHECKS[r.check].kind != "returns"}
+    """Stages at which a gating check compared a value, in order; that a call returned, or a form, is none."""
+    having = {r.stage for r in results if r.gates and r.examined and _of_values(CHECKS[r.check])}
     return [stage for stage in STAGES if stage in having]
+
+
+def proven(results: Iterable[Result], keep: Keep) -> tuple[list[str], list[str]]:
+    """Stages at which values were compared: those where the recording reaches every check, and the others.
+
+    A stage with a known defect, or of which something is unknown, is in neither.
+    """
+    results = list(results)
+    doubtful = {r.stage for r in results if r.gates and r.status in ("waived", "unknown", "failed", "hung")}
+    stages = [stage for stage in compared(results) if stage not in doubtful]
+    withheld = _withheld(keep)
+    return [s for s in stages if s not in withheld], [s for s in stages if s in withheld]
+
+
+def _withheld(keep: Keep) -> set[str]:
+    """Stages some of whose checks need more than what was kept."""
+    return {check.stage for check in step_checks() if _of_values(check) and not keep.reaches(check.needs)}
+
+
+def _of_values(check: Check) -> bool:
+    return check.kind != "returns" and not check.about_form
 
 
 def bare(case: Case, results: Iterable[Result], keep: Keep) -> list[str]:
@@ -36,7 +57,6 @@ def bare(case: Case, results: Iterable[Result], keep: Keep) -> list[str]:
     A layer that was given no token at all has nothing to compare.
     """
     results = list(results)
-    withheld = {check.stage for check in step_checks() if not keep.reaches(check.needs)}
     empty = () if any(case.token_count(rank) for rank in range(case.R)) else ("layer",)
-    judged = {*compared(results), *withheld, *_NOT_DEMANDED, *empty}
+    judged = {*compared(results), *_withheld(keep), *_NOT_DEMANDED, *empty}
     return [stage for stage in called(results) if stage not in judged]

@@ -28,7 +28,7 @@ from moonep_validate.trace.trace import Call, Relation, Trace
 
 
 class Missing(LookupError):
-    """A tap that this step should have and has not."""
+    """A tap that this step should have and has not: unknown, unless a call that did not return explains it."""
 
 
 class Absent(Missing):
@@ -105,8 +105,35 @@ class Step:
         return list(dict.fromkeys(op for calls in self._calls for op in calls))
 
     def has(self, op: str, name: str) -> bool:
-        """Whether every rank recorded a tensor."""
-        return all(name in calls[op].tensors if op in calls else False for calls in self._calls)
+        """Whether every rank recorded a tensor that a step may lack.
+
+        Raises:
+            Missing: if some ranks did and others did not.
+        """
+        having = [op in calls and name in calls[op].tensors for calls in self._calls]
+        if any(having) and not all(having):
+            raise Missing(f"{op}.{name} is missing on ranks {_listed(having, False)} of step {self.name!r}")
+        return all(having)
+
+    def all_info(self, op: str, key: str) -> list[Any] | None:
+        """JSON data of all ranks' calls that a subject may leave out (or None), or None if all of them do.
+
+        Raises:
+            Missing: if some ranks have it and others have not.
+        """
+        found = [call.info.get(key) for call in self.calls(op)]
+        having = [one is not None for one in found]
+        if any(having) and not all(having):
+            raise Missing(f"{op} says no {key} on ranks {_listed(having, False)} of step {self.name!r}")
+        return found if all(having) else None
+
+    @cached_property
+    def stopped(self) -> bool:
+        """Whether a call of this step did not return, so that F1 says why taps are missing."""
+        mine = [call for calls in self.trace.calls for call in calls if call.step == self.name]
+        ends = [call for calls in self.trace.calls for call in calls if _ended(call)]
+        told = any(not call.done or not (call.error or {}).get("peer") for call in ends)
+        return told and any(map(_ended, mine))
 
     def one(self, op: str, rank: int, name: str) -> Tensor:
         """One recorded tensor of one rank, whose shape may differ from those of the others.
@@ -350,6 +377,15 @@ class Step:
         """The same for a row; only rank and row where no route occupies it."""
         route = self.row_route[rank, row]
         return self.route_place(int(route)) if route >= 0 else {"rank": rank, "row": row}
+
+
+def _ended(call: Call) -> bool:
+    """Whether a call raised or never came back."""
+    return not call.done or call.error is not None
+
+
+def _listed(having: list[bool], wanted: bool) -> str:
+    return ", ".join(str(rank) for rank, has in enumerate(having) if has is wanted)
 
 
 def steps_of(trace: Trace) -> dict[str, Step]:

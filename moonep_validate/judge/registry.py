@@ -38,6 +38,7 @@ class Check:
             rows are in their columns.
         bounded: whether it compares with a bound on real data, so that it could alarm on right code.
         needs_gpu: whether it compares something on GPUs only.
+        about_form: whether it compares shapes and dtypes, and no value.
         about_callers: whether it judges what an engine or another caller does around a Buffer: no fault of a
             Buffer makes it fail.
     """
@@ -51,6 +52,7 @@ class Check:
     needs: str = "plan"
     bounded: bool = False
     needs_gpu: bool = False
+    about_form: bool = False
     about_callers: bool = False
 
     def __str__(self) -> str:

@@ -100,6 +100,7 @@ class Verdict:
         measures: quality figures, never a status.
         errors: errors of the suite itself.
         autopsy: what is known of the ranks where a case did not come to its end.
+        recording: how much of each tensor was recorded, see trace/keep.py.
         override: a status that the run adds, e.g. ``not_exercised``.
     """
 
@@ -112,6 +113,7 @@ class Verdict:
     errors: list[str] = field(default_factory=list)
     autopsy: Mapping[str, Any] = field(default_factory=dict)
     reproducer: str = ""
+    recording: str = "full"
     override: str | None = None
 
     def __repr__(self) -> str:
@@ -137,10 +139,13 @@ class Verdict:
 
     @property
     def first(self) -> Result | None:
-        """The result that names the broken stage: in the first step that went wrong, the earliest stage."""
+        """The result that names the broken stage: in the first step that went wrong, the earliest stage.
+
+        A difference that was seen comes before an answer that is unknown: a tap is often missing because of it.
+        """
         bad = [r for r in self.results if r.gates and r.status in ("failed", "hung", "unknown")]
         steps = list(dict.fromkeys(result.step for result in self.results))
-        order = lambda r: (steps.index(r.step), PLACE[r.stage], -_BADNESS[r.status])  # noqa: E731
+        order = lambda r: (steps.index(r.step), r.status == "unknown", PLACE[r.stage], -_BADNESS[r.status])  # noqa: E731
         return min(bad, key=order, default=None)
 
     @property
@@ -196,6 +201,7 @@ class Verdict:
             "name": known.name if known else None,
             "promise": known.promise if known else None,
             "command": self.command,
+            "recording": self.recording,
             "results": [asdict(result) for result in self.results],
             "witnesses": self.witnesses,
             "vacuous": self.vacuous,

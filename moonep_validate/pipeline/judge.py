@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from moonep_validate.judge.checks import Check, run_check
 from moonep_validate.judge.checks.relations import relation_results
+from moonep_validate.judge.coverage import bare
 from moonep_validate.judge.facts import steps_of
 from moonep_validate.judge.measures import measures
 from moonep_validate.judge.registry import step_checks
@@ -13,6 +14,7 @@ from moonep_validate.judge.verdict import NO_CHECK, Result, Verdict
 from moonep_validate.judge.witnesses import count_witnesses, vacuous_reasons
 from moonep_validate.pipeline.lost import BEGIN, END
 from moonep_validate.pipeline.returns import explained, returned
+from moonep_validate.trace.keep import Keep
 from moonep_validate.trace.trace import Trace
 
 _NO_STEP = ("open", "close", "load", BEGIN[1], END[1])
@@ -37,14 +39,19 @@ def judge(trace: Trace, checks: Sequence[Check] | None = None) -> Verdict:
     if trace.autopsy:
         results = explained(results, trace.autopsy["diagnosis"])
     counts = count_witnesses(trace.case, steps.values())
+    vacuous = vacuous_reasons(trace.case, steps.values(), counts)
+    if checks is None:
+        stages = bare(trace.case, results, Keep.parse(trace.keep))
+        vacuous += [f"stage {stage} was called, and no check compared anything there" for stage in stages]
     return Verdict(
         case=trace.case,
         parts=trace.parts,
         results=results,
         witnesses=counts,
-        vacuous=vacuous_reasons(trace.case, steps.values(), counts),
+        vacuous=vacuous,
         measures=measures(steps.values()),
         errors=trace.errors,
         autopsy=trace.autopsy,
         reproducer=trace.reproducer,
+        recording=trace.keep,
     )

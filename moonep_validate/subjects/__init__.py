@@ -122,7 +122,7 @@ def module_subject(
             "layer": _EXPERTS,
         },
         generations=(generation,),
-        proves=f"{ours}{name} {part.version} keeps the contract from plan to combine on these cases",
+        proves=f"{ours}{name} {part.version} keeps the contract on these cases",
         leaves_open=f"{_OUR_EXPERTS}ranks were {ranks}, no engine ran",
     )
 

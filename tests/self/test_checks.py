@@ -9,9 +9,11 @@ from dataclasses import replace
 import pytest
 
 from moonep_validate.judge.checks import CHECKS, Compared
+from moonep_validate.judge.coverage import bare
 from moonep_validate.judge.facts import Step
 from moonep_validate.judge.registry import register, step_checks
 from moonep_validate.pipeline.judge import judge
+from moonep_validate.trace.keep import Keep
 from moonep_validate.trace.trace import Part, Trace
 from tests.self.corruptions import CORRUPTIONS, EQUAL_LOADS, Corruption, call, moved_without_need, results, tensor
 from tests.self.corruptions_experts import EXPERTS
@@ -87,12 +89,78 @@ def test_a_crashing_check_is_unknown_and_no_pass(recorded: Callable[..., Trace])
     assert "the checker raised ZeroDivisionError: in the judge" in said
 
 
-def test_a_missing_tap_is_not_run_with_its_reason(recorded: Callable[..., Trace]) -> None:
+def test_a_missing_tap_is_unknown_with_its_reason(recorded: Callable[..., Trace]) -> None:
     trace = recorded()
     del call(trace, "combine", 2).tensors["hidden"]
-    missing = results(judge(trace), "C1")[0]
-    assert missing.status == "not_run"
+    verdict = judge(trace)
+    missing = results(verdict, "C1")[0]
+    assert missing.status == "unknown"
     assert missing.reason == "rank 2 has no combine.hidden in step 'base'"
+    assert verdict.status == "failed"
+    assert verdict.first is not None
+    assert verdict.first.check == "O6", "a form that failed says more than values that are unknown"
+
+
+def test_an_unknown_answer_says_its_reason_in_the_diagnosis(recorded: Callable[..., Trace]) -> None:
+    trace = recorded()
+    del call(trace, "dispatch", 1).info["is_view"]
+    verdict = judge(trace)
+    first, reason = verdict.diagnosis.splitlines()[:2]
+    assert first.startswith("unknown at stage dispatch (check A1 zero-copy-view: ")
+    assert reason == "  dispatch says no is_view on ranks 1 of step 'base'"
+
+
+def test_a_tap_of_another_shape_on_one_rank_is_no_pass(recorded: Callable[..., Trace]) -> None:
+    trace = recorded()
+    sums = call(trace, "combine", 1).tensors
+    sums["hidden"] = sums["hidden"][:-1].clone()
+    verdict = judge(trace)
+    assert not verdict.ok
+    assert {r.status for r in verdict.results if r.check in ("C1", "C3", "I16")} == {"unknown"}
+
+
+def test_a_tap_that_some_ranks_lack_is_no_pass(recorded: Callable[..., Trace]) -> None:
+    for op, name in (("dispatch", "topk_weights"), ("combine", "row_weights")):
+        trace = recorded()
+        del call(trace, op, 3).tensors[name]
+        verdict = judge(trace)
+        assert not verdict.ok
+        assert f"{op}.{name} is missing on ranks 3 of step 'base'" in {r.reason for r in verdict.results}
+
+
+def test_a_call_that_one_rank_left_out_is_no_pass(recorded: Callable[..., Trace]) -> None:
+    for op in ("dispatch", "prefetch", "experts", "combine", "layer"):
+        trace = recorded()
+        trace.calls[2] = [one for one in trace.calls[2] if (one.step, one.op) != ("base", op)]
+        assert not judge(trace).ok, op
+
+
+def test_taps_of_a_call_that_raised_are_neutral_only_if_f1_says_so(recorded: Callable[..., Trace]) -> None:
+    for peer, status in ((False, "not_run"), (True, "unknown")):
+        trace = recorded()
+        stopped = call(trace, "combine", 2)
+        stopped.tensors.clear()
+        stopped.error = {"type": "ValueError", "message": "no", "where": "x.py:1", "peer": peer}
+        verdict = judge(trace)
+        assert results(verdict, "C1")[0].status == status
+        assert not verdict.ok
+
+
+def test_a_stage_that_no_check_compared_is_vacuous(recorded: Callable[..., Trace]) -> None:
+    trace = recorded()
+    verdict = judge(trace)
+    assert bare(trace.case, verdict.results, Keep()) == []
+    kept = [r for r in verdict.results if r.stage != "combine" or r.check == "F1"]
+    assert bare(trace.case, kept, Keep()) == ["combine"]
+    assert bare(trace.case, kept, Keep("plan")) == [], "the recording does not reach"
+    assert bare(trace.case, [replace(r, gates=r.check == "F1") for r in kept], Keep())[0] == "plan"
+
+
+def test_a_layer_without_any_token_has_nothing_to_compare(recorded: Callable[..., Trace]) -> None:
+    trace = recorded()
+    rest = [r for r in judge(trace).results if r.stage != "layer" or r.check == "F1"]
+    assert bare(trace.case, rest, Keep()) == ["layer"]
+    assert bare(trace.case.but(tokens=(0,) * trace.case.R), rest, Keep()) == []
 
 
 def test_what_does_not_apply_says_why(recorded: Callable[..., Trace]) -> None:

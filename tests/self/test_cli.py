@@ -30,9 +30,37 @@ def test_run_prints_evidence_table_meaning_and_code(cli: Cli) -> None:
     for word in ("plan      L1 ", "dispatch  A1", "prefetch  I6", "experts   H2", "combine   C1", "layer     I16"):
         assert word in out
     assert "proves: the suite's own reference transport and experts keep the contract" in out
+    assert "values were compared at load, prepare, plan, dispatch, prefetch, experts, combine, layer\n" in out
     assert "leaves open: nothing outside this project ran" in out
     assert "passed: 1 of 1 cases ran (1 passed)" in out
     assert "exit code 0" in out
+
+
+def test_a_small_run_has_a_small_table_and_the_whole_one_on_request(cli: Cli) -> None:
+    _, out, _ = cli("run", "--case", CASE)
+    rows = out[out.index("stage ") : out.index("events seen")].splitlines()
+    assert len(rows) <= 11, "a head, one row a stage, one line of idle checks"
+    assert rows[-1].startswith("idle, ")
+    assert rows[-1].endswith("checks and events: --all-checks names them")
+    _, out, _ = cli("run", "--case", CASE, "--all-checks")
+    assert "W1 slot-content" in out
+    assert "Each used slot holds the weights of" in out
+    idle = next(line for line in out.splitlines() if line.startswith("idle, "))
+    assert {"R1", "Z1", "V1", "@triple"} <= set(idle.split())
+
+
+def test_a_check_that_failed_has_a_row_in_a_small_table(cli: Cli) -> None:
+    _, out, _ = cli("run", "--case", CASE, "--fault", "slot-not-filled", "--shrink-seconds", "0")
+    (row,) = [line for line in out.splitlines() if line.startswith(" ") and "W1 slot-content  " in line]
+    assert row.split()[2:4] == ["failed", "0/1"]
+
+
+def test_a_pass_names_only_stages_at_which_values_were_compared(cli: Cli) -> None:
+    code, out, _ = cli("run", "--case", CASE, "--record", "plan")
+    assert code == 0
+    said = "; values were compared at plan; as far as --record plan reaches, also at prepare, dispatch, "
+    assert said in out
+    assert "layer" not in next(line for line in out.splitlines() if line.startswith("proves: "))
 
 
 def test_failing_run_names_stage_place_and_smallest_reproducer(cli: Cli) -> None:

@@ -63,7 +63,7 @@ KILLED_BY = {
     "layer-returns-previous": ("hot:3+layers", "I16"),
     "layer-times-ranks": ("hot:5", "I16"),
     "layer-adds-its-input": ("hot:5", "I16"),
-    "layer-returns-float32": ("hot:5", "I16"),
+    "layer-returns-float32": ("hot:5", "O7"),
     "layer-skips-without-tokens": ("tokens:0,3", "F1"),  # last: it costs the pool
 }
 
@@ -198,8 +198,8 @@ def test_the_place_of_a_fault_is_told(good: Job) -> None:
         verdict = judged(good, "hot:5", fault)
         assert verdict.first is not None
         finding = verdict.first.findings[0]
-        assert (finding.what, finding.place["rank"]) == ("dtype of the layer output", rank)
-        assert (finding.expected, finding.actual) == ("torch.bfloat16", "torch.float32")
+        assert (finding.what, finding.place["rank"]) == ("form of layer.out", rank)
+        assert (finding.expected, finding.actual) == ("bfloat16 [16, 128]", "float32 [16, 128]")
     verdict = judged(good, "hot:5", "loader-flips-one-bit:rank=0,expert=2")
     assert verdict.first is not None
     place = verdict.first.findings[0].place

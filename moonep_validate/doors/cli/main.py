@@ -40,6 +40,8 @@ USAGE = 4
 INTERNAL = 3
 INTERRUPTED = 2
 
+AllChecks = Annotated[bool, typer.Option("--all-checks", help="A row for each check, and the idle ones by name.")]
+
 app = typer.Typer(
     name="moonep-validate",
     help="Find out, with evidence, whether dispatch, prefetch, compute and combine of a MoonEP layer are right.",
@@ -63,6 +65,7 @@ def run(
         str, typer.Option(help="Traces to keep in --out: failed (whatever did not pass), all or none.")
     ] = "failed",
     shrink_seconds: Annotated[float, typer.Option(help="Time to shrink the first failure; 0 to leave it.")] = 10.0,
+    all_checks: AllChecks = False,
 ) -> None:
     """Judge a subject on a profile, or on the cases given."""
     job, cases = _job_and_cases(options)
@@ -82,7 +85,7 @@ def run(
         return trace, verdict
 
     title = f"{len(cases)} case{'s' * (len(cases) > 1)}" if options.case else f"profile {_profile(options)}"
-    summary = _judge_all(cases, here.judged(record_and_judge), job, title, folder, shrink_seconds)
+    summary = _judge_all(cases, here.judged(record_and_judge), job, title, folder, shrink_seconds, all_checks)
     here.end(summary.exit_code)
     if folder and folder.lost:
         note(folder.lost)
@@ -91,7 +94,10 @@ def run(
 
 
 @app.command()
-def check(folder: Annotated[Path, typer.Argument(help="A folder that `run --out` wrote.")]) -> None:
+def check(
+    folder: Annotated[Path, typer.Argument(help="A folder that `run --out` wrote.")],
+    all_checks: AllChecks = False,
+) -> None:
     """Judge recorded traces again: are they what their cases make, and what do they say?"""
     from moonep_validate.doors.report.files import load_traces
     from moonep_validate.doors.report.recorded import judge_recorded, show_folder
@@ -107,6 +113,7 @@ def check(folder: Annotated[Path, typer.Argument(help="A folder that `run --out`
         f"recorded traces of {folder}",
         None,
         0.0,
+        all_checks,
     )
     if any(entry.status is None for entry in manifest.entries):
         raise typer.Exit(INTERRUPTED)
@@ -307,6 +314,7 @@ def _judge_all(
     title: str,
     folder: OutputFolder | None,
     shrink_seconds: float,
+    all_checks: bool,
 ) -> Summary:
     """Loop over cases with a live display; Ctrl-C keeps what is known."""
     from moonep_validate.doors.report import terminal
@@ -334,7 +342,7 @@ def _judge_all(
         summary.interrupted = True
         if folder:
             folder.write_report(summary, trace.subject if trace else "")
-    terminal.show_table(console, summary)
+    terminal.show_table(console, summary, all_checks)
     terminal.show_verdict(console, summary, trace, time.monotonic() - start)
     return summary
 

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moonep_validate.judge.checks import CHECKS, Check
+from moonep_validate.judge.coverage import proven
 from moonep_validate.judge.stages import PLACE
 from moonep_validate.judge.verdict import EXIT_CODES, NO_CHECK, Verdict, worst
 from moonep_validate.judge.witnesses import WITNESSES
+from moonep_validate.trace.keep import Keep
 
 INTERRUPTED = 2
 NOTHING_RAN = 5
@@ -82,6 +84,13 @@ class Summary:
             row.statuses[result.status] += 1
             row.information |= not result.gates
         return [rows[key] for key in sorted(rows, key=lambda key: (key[0], key[1][0], int(key[1][1:])))]
+
+    def proven(self) -> tuple[list[str], list[str]]:
+        """Stages at which values were compared and nothing is known to be wrong: all of them, and only in part."""
+        found = [proven(verdict.results, Keep.parse(verdict.recording)) for verdict in self.verdicts]
+        parts = {stage for _, part in found for stage in part}
+        whole = {stage for stages, _ in found for stage in stages} - parts
+        return [stage for stage in PLACE if stage in whole], [stage for stage in PLACE if stage in parts]
 
     def idle(self) -> list[str]:
         """Checks that compared nothing in any case, and known events that no case showed."""

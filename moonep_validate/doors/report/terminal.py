@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from moonep_validate.doors.report.summary import Summary
+from moonep_validate.doors.report.summary import Row, Summary
 from moonep_validate.judge.verdict import Verdict
 from moonep_validate.subjects.provenance import describe
 from moonep_validate.trace.trace import Part, Trace
 
 _STYLE = {"passed": "green", "failed": "bold red", "hung": "bold red", "error": "bold red"}
 _LARGE = 32
+#: Cases of a run, or idle checks, that are few: such a run has a short table, and so few are named.
+_FEW = 8
 
 
 def styled(status: str) -> str:
@@ -61,28 +64,69 @@ def show_problem(console: Console, verdict: Verdict) -> None:
     )
 
 
-def show_table(console: Console, summary: Summary) -> None:
-    """Results by stage and check, and the events that were seen; nothing where no case ran."""
+def show_table(console: Console, summary: Summary, all_checks: bool = False) -> None:
+    """Results and the events that were seen; nothing where no case ran.
+
+    A run of a few cases has one row for each stage, and one for each check that is no pass.
+
+    Args:
+        console: where to.
+        summary: of the run.
+        all_checks: one row for each check in any run, and idle checks and events by name.
+    """
     if all(verdict.status == "not_run" for verdict in summary.verdicts):
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("stage", "check", "promise", "status"):
-        table.add_column(name, no_wrap=name != "promise")
-    for name in ("results", "compared"):
-        table.add_column(name, justify="right", no_wrap=True)
-    stage = ""
-    for row in summary.rows():
-        passed, total = row.statuses["passed"], sum(row.statuses.values())
-        status = styled(row.status) + (" (information)" if row.information else "")
-        shown = "" if row.stage == stage else row.stage
-        table.add_row(shown, str(row.check), row.check.promise, status, f"{passed}/{total}", f"{row.examined:,}")
-        stage = row.stage
-    console.print(table)
+    whole = all_checks or len(summary.verdicts) > _FEW
+    console.print(_checks_table(summary.rows()) if whole else _stages_table(summary.rows()))
     seen = ", ".join(f"{name} {count}" for name, count in summary.witnesses().items())
     if idle := summary.idle():
-        console.print(f"idle, {len(idle)} checks and events: {' '.join(idle)}", highlight=False, soft_wrap=True)
+        which = " ".join(idle) if all_checks or len(idle) <= _FEW else "--all-checks names them"
+        console.print(f"idle, {len(idle)} checks and events: {which}", highlight=False, soft_wrap=True)
     if seen:
         console.print(f"events seen, in cases: {seen}", highlight=False, soft_wrap=True)
+
+
+def _table(*names: str) -> Table:
+    """A table whose last two columns are numbers."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in (*names, "status"):
+        table.add_column(name, no_wrap=name not in ("promise", "checks"))
+    for name in ("results", "compared"):
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _stages_table(rows: Sequence[Row]) -> Table:
+    """One row for each stage: its checks that passed; then each check that did not."""
+    table = _table("stage", "checks")
+    for stage in dict.fromkeys(row.stage for row in rows):
+        mine = [row for row in rows if row.stage == stage]
+        passed = [row for row in mine if row.status == "passed"]
+        if passed:
+            right = sum(row.statuses["passed"] for row in passed)
+            results = sum(row.statuses.total() for row in passed)
+            examined = sum(row.examined for row in passed)
+            names = " ".join(row.check.id for row in passed)
+            table.add_row(stage, names, styled("passed"), f"{right}/{results}", f"{examined:,}")
+        for row in (row for row in mine if row not in passed):
+            table.add_row("" if passed else stage, f"{row.check}", *_numbers(row))
+    return table
+
+
+def _checks_table(rows: Sequence[Row]) -> Table:
+    """One row for each check, with its promise."""
+    table, stage = _table("stage", "check", "promise"), ""
+    for row in rows:
+        shown = "" if row.stage == stage else row.stage
+        table.add_row(shown, str(row.check), row.check.promise, *_numbers(row))
+        stage = row.stage
+    return table
+
+
+def _numbers(row: Row) -> tuple[str, str, str]:
+    """Status, results that passed of all, and elements compared."""
+    status = styled(row.status) + (" (information)" if row.information else "")
+    return status, f"{row.statuses['passed']}/{row.statuses.total()}", f"{row.examined:,}"
 
 
 def show_verdict(console: Console, summary: Summary, trace: Trace | None, seconds: float) -> None:
@@ -96,7 +140,8 @@ def show_verdict(console: Console, summary: Summary, trace: Trace | None, second
     for reason, count in _waived(summary).items():
         console.print(f"waived, {count} results: {reason}", highlight=False, soft_wrap=True)
     if trace and summary.counts["passed"] and summary.status in ("passed", "waived", "not_run"):
-        console.print(f"proves: {trace.proves}\nleaves open: {trace.leaves_open}", highlight=False, soft_wrap=True)
+        proves = f"proves: {trace.proves}{_where(summary)}"
+        console.print(f"{proves}\nleaves open: {trace.leaves_open}", highlight=False, soft_wrap=True)
     elif summary.verdicts:
         console.print(f"proves nothing as it stands: {summary.status}", highlight=False)
     counts = ", ".join(f"{count} {status}" for status, count in summary.counts.items())
@@ -106,6 +151,14 @@ def show_verdict(console: Console, summary: Summary, trace: Trace | None, second
         f"in {seconds:.1f} s, exit code {summary.exit_code}",
         highlight=False,
     )
+
+
+def _where(summary: Summary) -> str:
+    """At which stages values were compared, and at which only in part."""
+    whole, part = summary.proven()
+    text = f"; values were compared at {', '.join(whole) or 'no stage'}"
+    kept = " ".join(dict.fromkeys(f"--record {v.recording}" for v in summary.verdicts if v.recording != "full"))
+    return text + (f"; as far as {kept} reaches, also at {', '.join(part)}" if part else "")
 
 
 def _waived(summary: Summary) -> Counter[str]:

@@ -77,13 +77,18 @@ def run_check(check: Check, step: Step, trace: Trace) -> Result:
     except Undecided as undecided:
         return Result(**result, status="unknown", reason=str(undecided))
     except Missing as missing:
-        return Result(**result, status="not_run", reason=str(missing))
+        return Result(**result, status=unmet(step), reason=str(missing))
     except Exception as error:
         return Result(**result, status="unknown", reason=f"the checker raised {type(error).__name__}: {error}")
     examined = sum(c.examined for c in compared)
     findings = tuple(finding for c in compared for finding in c.findings)
     status = "failed" if findings else "passed" if examined else "vacuous"
     return Result(**result, status=status, examined=examined, findings=findings)
+
+
+def unmet(*steps: Step) -> str:
+    """The status where a tap is missing: neutral only if F1 says that a call of these steps did not return."""
+    return "not_run" if any(step.stopped for step in steps) else "unknown"
 
 
 Place = Callable[[tuple[int, ...]], Mapping[str, int]]

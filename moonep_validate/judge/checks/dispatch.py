@@ -54,8 +54,8 @@ def zero_padding(s: Step) -> Iterator[Compared]:
 @check("A1", "dispatch")
 def zero_copy_view(s: Step) -> Iterator[Compared]:
     """A dispatch with zero_copy returns the Buffer's own rows, any other one a copy"""
-    is_view = [call.info.get("is_view") for call in s.calls("dispatch")]
-    if None in is_view:
+    is_view = s.all_info("dispatch", "is_view")
+    if is_view is None:
         raise Absent("this Buffer has no view of its rows to compare with")
     want = np.full(s.case.R, bool(s.info("dispatch", "zero_copy", False)))
     yield differ("rows are the Buffer's own", want, np.array(is_view), axes("rank"))

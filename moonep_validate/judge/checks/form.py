@@ -52,4 +52,4 @@ _OF = {"prepare": "what is given to dispatch", "plan": "the plan", "dispatch": "
 
 for _stage, _id in IDS.items():
     _promise = f"Every tensor of {_OF.get(_stage, _stage)} has the promised shape, dtype, device and layout"
-    register(Check(_id, f"{_stage}-form", _stage, "law", _promise, _forms_of(_stage)))
+    register(Check(_id, f"{_stage}-form", _stage, "law", _promise, _forms_of(_stage), about_form=True))

@@ -37,7 +37,10 @@ def sums_read_in_time(s: Step) -> Iterator[Compared]:
 
 def _reads(s: Step, op: str) -> Iterator[Compared]:
     """All reads of one operation: the stamps of each writer, begin and end, before and after."""
-    reads = [(rank, read) for rank, call in enumerate(s.calls(op)) for read in _of(s, call.info, rank, op)]
+    leases = s.all_info(op, "leases")
+    if leases is None:
+        raise Absent("this Buffer does not stamp its leases")
+    reads = [(rank, read) for rank, of_rank in enumerate(leases) for read in _stamped(s, of_rank, rank, op)]
     if not reads:
         raise Absent(f"nothing is leased to {op} in this step")
     writers = [(rank, read, writer) for rank, read in reads for writer in read["writers"]]
@@ -62,10 +65,7 @@ def _turn(read: dict[str, Any]) -> int:
     return int(read["turn"] if "turn" in read else read["generation"])
 
 
-def _of(s: Step, info: dict[str, Any], rank: int, op: str) -> list[dict[str, Any]]:
-    if "leases" not in info:
-        raise Absent("this Buffer does not stamp its leases")
-    reads: list[dict[str, Any]] = info["leases"]
+def _stamped(s: Step, reads: list[dict[str, Any]], rank: int, op: str) -> list[dict[str, Any]]:
     if any(read["before"] is None or read["after"] is None for read in reads):
         reason = f"rank {rank} could not read the stamps of its {op}: its peers' memory is not mapped"
         raise Undecided(reason) if SCENARIOS[s.case.scenario.name].overlaps else Absent(reason)

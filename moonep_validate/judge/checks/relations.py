@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from moonep_validate.judge.checks import Compared, differ, differ_bits
+from moonep_validate.judge.checks import Compared, differ, differ_bits, unmet
 from moonep_validate.judge.facts import Absent, Missing, Step
 from moonep_validate.judge.registry import Check, register
 from moonep_validate.judge.stages import STAGES
@@ -69,7 +69,7 @@ def _judge(step: Step, base: Step, relation: Relation, stage: str, taps: list[st
         if not compared:
             return Result(relation.id, stage, step.name, "not_applicable", level, reason=reason)
     except Missing as missing:
-        return Result(relation.id, stage, step.name, "not_run", level, reason=str(missing))
+        return Result(relation.id, stage, step.name, unmet(step, base), level, reason=str(missing))
     except Exception as error:
         reason = f"the checker raised {type(error).__name__}: {error}"
         return Result(relation.id, stage, step.name, "unknown", level, reason=reason)
@@ -84,6 +84,7 @@ def _judge(step: Step, base: Step, relation: Relation, stage: str, taps: list[st
 
 def _compare(step: Step, base: Step, op: str, name: str) -> Compared:
     what = f"{op}.{name} of step {step.name!r} against {base.name!r}:"
+    _called_in_both(step, base, op)
     if op == "experts" and base.has("experts", "valid"):
         return _compare_valid(step, base, name, what)
     want, got = base.tap(op, name), step.tap(op, name)
@@ -100,10 +101,17 @@ def _compare(step: Step, base: Step, op: str, name: str) -> Compared:
     return differ_bits(what, want, got, lambda i: {"rank": i[0], "element": i[-1]})
 
 
+def _called_in_both(step: Step, base: Step, op: str) -> None:
+    """Raise where one of two steps lacks the call."""
+    having = [op in one.ops() for one in (step, base)]
+    if any(having) and not all(having):
+        raise Missing(f"step {(step, base)[having.index(False)].name!r} made no {op} call")
+
+
 def _compare_valid(step: Step, base: Step, name: str, what: str) -> Compared:
     """Rows of experts that were called alone; the others are undefined, and every rank has as many as it likes."""
-    if base.has("experts", "sample"):
-        raise Missing("only some rows of the experts are kept")
+    if not Keep.parse(step.trace.keep).full:
+        raise Absent(f"it needs --record full, the recorder kept {step.trace.keep}")
     valid = [base.one("experts", rank, "valid") for rank in range(base.case.R)]
     place = [(rank, int(row)) for rank, mask in enumerate(valid) for row in mask.nonzero()[:, 0]]
     want, got = (
