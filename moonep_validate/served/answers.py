@@ -61,6 +61,8 @@ class Who:
         backend: the expert-parallel backend as the engine itself reports it.
         arguments: of the engine, without secrets.
         path: what taps saw, or None where there were none.
+        expects: the path that must have been used, e.g. ``moonep``.
+        vocab: size of the vocabulary; 0 where nobody said.
     """
 
     engine: str
@@ -71,6 +73,8 @@ class Who:
     backend: str = ""
     arguments: list[str] = field(default_factory=list)
     path: PathTaken | None = None
+    expects: str = ""
+    vocab: int = 0
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.engine, self.version, self.dtype, self.backend)))
@@ -269,10 +273,19 @@ def write(answers: Answers, path: Path) -> None:
 
 def lines(answers: Answers) -> Iterator[str]:
     """The lines of a file of answers."""
-    yield json.dumps(asdict(_Head(KIND, FORMAT, answers.who))) + "\n"
+    yield head_line(answers.who)
     for run in answers.runs.values():
-        for one in run.values():
-            yield json.dumps(_as_line(one)) + "\n"
+        yield from map(line_of, run.values())
+
+
+def head_line(who: Who) -> str:
+    """The first line of a file of answers."""
+    return json.dumps(asdict(_Head(KIND, FORMAT, who))) + "\n"
+
+
+def line_of(one: Answer) -> str:
+    """The line of an answer."""
+    return json.dumps(_as_line(one)) + "\n"
 
 
 def _as_line(one: Answer) -> dict[str, Any]:

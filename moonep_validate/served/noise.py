@@ -190,3 +190,10 @@ def prompts_needed(ratio: float, spread: float = 0.7) -> int:
         spread: standard deviation of the logarithm of drift over noise between prompts.
     """
     return max(FEWEST, math.ceil(((_Z_ALPHA + _Z_POWER) * spread / math.log(ratio / MARGIN)) ** 2))
+
+
+def visible_ratio(prompts: int, spread: float = 0.7) -> float:
+    """The smallest drift over noise that so many prompts show, or inf for too few."""
+    if prompts < FEWEST:
+        return float("inf")
+    return MARGIN * math.exp((_Z_ALPHA + _Z_POWER) * spread / math.sqrt(prompts))

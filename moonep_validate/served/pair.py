@@ -196,6 +196,9 @@ def _answered(base: Answers, candidate: Answers) -> PairResult:
         for name in other
         if name not in mine
     ]
+    if base.who.vocab and candidate.who.vocab and base.who.vocab != candidate.who.vocab:
+        sizes = f"{base.who.vocab} token ids", f"{candidate.who.vocab}"
+        findings.append(Finding("vocabulary of the candidate", {}, *sizes))
     shared = [(mine[name], other[name]) for name in mine if name in other]
     findings += [
         Finding(f"prompt {a.prompt}", {}, f"the same {len(a.asked)} token ids", f"other ones ({len(b.asked)})")
@@ -241,7 +244,7 @@ def _path(base: Answers, candidate: Answers) -> PairResult:
     """A side that names MoonEP must have dispatched, and used a slot for real tokens, on each rank."""
     reasons, examined = [], 0
     for side in (base, candidate):
-        named = "moonep" in f"{side.who.backend} {' '.join(side.who.arguments)}".lower()
+        named = "moonep" in f"{side.who.backend} {side.who.expects} {' '.join(side.who.arguments)}".lower()
         if side.who.path is None:
             reasons += [f"{side.who} names moonep, and nothing shows that it was used"] if named else []
             continue

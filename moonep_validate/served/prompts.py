@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
 import torch
 
 from moonep_validate.errors import CaseError
 from moonep_validate.hashing import below, hashed
+from moonep_validate.trace.schema import SchemaError, Within, build, decoded, parsed, read_bytes
 
 #: Ids below are special tokens in most vocabularies (padding, begin, end).
 FIRST_ID = 8
 _LONG, _SHORT = 192, 6
+#: Bytes of a file of prompts.
+_LIMIT = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -119,3 +124,38 @@ def make_prompts(vocab: int, count: int, seed: int = 0, longest: int | None = No
             tokens = tokens[: longest - more]
         made.append(Prompt(f"{group}-{number // len(GROUPS)}", group, tuple(tokens), more))
     return made
+
+
+@dataclass(frozen=True)
+class _Line:
+    name: str
+    tokens: list[int]
+    group: str = "own"
+    max_tokens: Annotated[int, Within(1, 2**20)] = 16
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The user's own prompts: JSON Lines with name, tokens, and if wanted group and max_tokens.
+
+    Raises:
+        CaseError: naming the file and the line.
+    """
+    found: dict[str, Prompt] = {}
+    number = 0
+    try:
+        for text in decoded(read_bytes(path, _LIMIT)).splitlines():
+            number += 1
+            line = build(_Line, parsed(text))
+            if line.name in found or not line.tokens or min(line.tokens) < 0:
+                why = (
+                    "its name is there twice" if line.name in found else "tokens must be ids from 0, at least one"
+                )
+                raise SchemaError(f"prompt {line.name[:40]}: {why}")
+            found[line.name] = Prompt(line.name, line.group, tuple(line.tokens), line.max_tokens)
+    except OSError as error:
+        raise CaseError(f"{path} cannot be read: {error.strerror}") from None
+    except SchemaError as error:
+        raise CaseError(f"{path}, line {number}: {error}") from None
+    if not found:
+        raise CaseError(f"{path} holds no prompts")
+    return list(found.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from moonep_validate.served.answers import FORCED, GREEDY, Answer, Answers, make_answer
 from moonep_validate.served.prompts import Prompt
@@ -38,36 +39,61 @@ def record(
     top: int = 5,
     again: Sequence[Repetition] = AGAIN,
     forced: Mapping[str, Sequence[int]] | None = None,
+    known: Answers | None = None,
+    keep: Callable[[Answer], None] = lambda answer: None,
 ) -> Answers:
     """All answers of a speaker.
 
     Args:
-        speaker: an engine in this process.
+        speaker: an engine in this process, or a server.
         prompts: what to ask.
         top: alternatives at each place.
         again: repetitions.
         forced: prompt -> tokens of the other side that are given as its continuation; its own ones by default, so
             that two sides have the same to compare.
+        known: answers of an earlier try, which are not asked for again.
+        keep: is told each answer as it comes.
     """
-    said: dict[str, Sequence[int]] = {}
-    answers: list[Answer] = []
-    for name, batches in ((GREEDY, in_one), *again):
-        for prompt, one in _ask(speaker, batches(prompts), top):
-            answers.append(_answer(prompt, name, one))
-            if name == GREEDY:
-                said[prompt.name] = one.tokens
     whole = Answers(speaker.who)
-    for answer in answers:
-        whole.add(answer)
-    for answer in _forced(speaker, prompts, said if forced is None else forced, top):
-        whole.add(answer)
-    return whole
+    for name, batches in ((GREEDY, in_one), *again):
+        open_ones = _take_known(whole, known, name, prompts)
+        for prompt, said in _ask(speaker, batches(open_ones), top):
+            _take(whole, keep, _answer(prompt, name, said))
+    given = forced or {name: one.tokens.tolist() for name, one in whole.run(GREEDY).items()}
+    open_ones = [one for one in _take_known(whole, known, FORCED, prompts, given) if given.get(one.name)]
+    for answer in _forced(speaker, open_ones, given):
+        _take(whole, keep, answer)
+    return replace(whole, who=speaker.who)
+
+
+def _take(whole: Answers, keep: Callable[[Answer], None], answer: Answer) -> None:
+    whole.add(answer)
+    keep(answer)
+
+
+def _take_known(
+    whole: Answers,
+    known: Answers | None,
+    run: str,
+    prompts: Sequence[Prompt],
+    given: Mapping[str, Sequence[int]] | None = None,
+) -> list[Prompt]:
+    """Take the answers that are known to the same questions; the prompts that are left."""
+    found, left = known.run(run) if known else {}, []
+    for prompt in prompts:
+        one = found.get(prompt.name)
+        same = one is not None and not one.error and one.asked.tolist() == list(prompt.tokens)
+        if one and same and (given is None or one.tokens.tolist() == list(given.get(prompt.name, ()))):
+            whole.add(one)
+        else:
+            left.append(prompt)
+    return left
 
 
 def _ask(speaker: Speaker, batches: Sequence[Sequence[Prompt]], top: int) -> Iterator[tuple[Prompt, Said]]:
     for batch in batches:
         said = speaker.say([prompt.tokens for prompt in batch], [prompt.max_tokens for prompt in batch], top)
-        yield from zip(batch, said, strict=True)
+        yield from ((batch[index], one) for index, one in said)
 
 
 def _answer(prompt: Prompt, run: str, said: Said) -> Answer:
@@ -81,23 +107,16 @@ def _answer(prompt: Prompt, run: str, said: Said) -> Answer:
         said.top,
         said.prompt_logprobs,
         said.finish,
+        said.error,
     )
 
 
-def _forced(
-    speaker: Speaker, prompts: Sequence[Prompt], forced: Mapping[str, Sequence[int]], top: int
-) -> Iterator[Answer]:
+def _forced(speaker: Speaker, prompts: Sequence[Prompt], given: Mapping[str, Sequence[int]]) -> Iterator[Answer]:
     """Prompt and given continuation as one prompt: the engine says how likely each given token was."""
-    given = [(prompt, list(forced[prompt.name])) for prompt in prompts if forced.get(prompt.name)]
-    wholes = [[*prompt.tokens, *tokens][: speaker.longest - 1] for prompt, tokens in given]
-    for (prompt, _), whole, said in zip(given, wholes, speaker.say(wholes, [1] * len(wholes), 1), strict=True):
+    wholes = [[*prompt.tokens, *given[prompt.name]][: speaker.longest - 1] for prompt in prompts]
+    for index, said in speaker.say(wholes, [1] * len(wholes), 1):
+        prompt, whole = prompts[index], wholes[index]
         start = len(prompt.tokens)
         if said.prompt_logprobs:
-            yield make_answer(
-                prompt.name,
-                prompt.group,
-                FORCED,
-                prompt.tokens,
-                whole[start:],
-                said.prompt_logprobs[start:],
-            )
+            values = said.prompt_logprobs[start:]
+            yield make_answer(prompt.name, prompt.group, FORCED, prompt.tokens, whole[start:], values)

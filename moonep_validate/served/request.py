@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,3 +55,14 @@ class Request:
     top: int = 5
     again: int = 1
     forced: dict[str, list[int]] = field(default_factory=dict)
+
+
+def out_of_rank(out: str, rank: int, ranks: int) -> str:
+    """The file that a rank writes."""
+    return out if ranks == 1 else f"{out}.{rank}"
+
+
+def share(prompts: Sequence[Prompt], rank: int, ranks: int) -> list[Prompt]:
+    """A rank's prompts: equally many on each, so that ranks keep step; the first ones fill up."""
+    missing = -len(prompts) % ranks
+    return [*prompts, *prompts[:missing]][rank::ranks]

@@ -7,6 +7,7 @@ has said nothing.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -16,7 +17,7 @@ from moonep_validate.errors import CaseError
 from moonep_validate.served.answers import write
 from moonep_validate.served.prompts import make_prompts
 from moonep_validate.served.record import AGAIN, record
-from moonep_validate.served.request import Request
+from moonep_validate.served.request import Request, out_of_rank, share
 from moonep_validate.served.speakers.speaker import Speaker
 from moonep_validate.trace.schema import build
 
@@ -45,8 +46,10 @@ def main() -> None:
     speaker = speaker_class(request.engine)(request.model, request.dtype, **request.options)
     prompts = [one.prompt for one in request.prompts]
     prompts = prompts or make_prompts(speaker.vocab, request.count, request.seed, speaker.longest - 1)
-    answers = record(speaker, prompts, request.top, AGAIN[: request.again], request.forced or None)
-    write(answers, Path(request.out))
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    mine = share(prompts, rank, ranks)
+    answers = record(speaker, mine, request.top, AGAIN[: request.again], request.forced or None)
+    write(answers, Path(out_of_rank(request.out, rank, ranks)))
 
 
 if __name__ == "__main__":

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moonep_validate.doors.cli.options import console
+from moonep_validate.doors.cli.options import console, note
 from moonep_validate.errors import CaseError
 
 if TYPE_CHECKING:
     from moonep_validate.served.answers import Answers
     from moonep_validate.served.pair import PairVerdict
 
-SIDE = "ENGINE:MODEL (transformers:DIR, vllm:DIR), or a file of answers (.jsonl)"
+SIDE = "RECIPE.toml, http://HOST:PORT, transformers:DIR, vllm:DIR, or a file of answers (.jsonl)"
 #: Findings of one check that are printed; all are in the JSON.
 _SHOWN = 6
 
@@ -32,29 +32,39 @@ def compare(
     reference: Annotated[str | None, typer.Option(help="A third opinion, in float32, better than both.")] = None,
     prompts: Annotated[int, typer.Option(min=1, help="How many of the built-in prompts to ask.")] = 32,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16, of engines that are started here.")] = "float32",
+    prompts_file: Annotated[
+        Path | None, typer.Option(help="Your own prompts, JSON Lines: name, tokens, group, max_tokens.")
+    ] = None,
+    power: Annotated[
+        float | None,
+        typer.Option(min=2.1, help="Ask so many prompts as show a drift of so many times the noise (95%)."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the built-in prompts.")] = 0,
     deadline: Annotated[float, typer.Option(min=1.0, help="Seconds for all answers of one side.")] = 900.0,
     save: Annotated[
-        Path | None, typer.Option(help="File for the answers of the last side that was asked.")
+        Path | None,
+        typer.Option(help="File for the candidate's answers (or the base's alone); a second try goes on from it."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="The verdict as one line of JSON.")] = False,
 ) -> None:
     """Do two ways to serve one model say the same, within the noise of that pair?"""
-    from moonep_validate.served.answers import GREEDY, write
+    from moonep_validate.served.answers import GREEDY
+    from moonep_validate.served.noise import prompts_needed, visible_ratio
     from moonep_validate.served.pair import judge_pair
+    from moonep_validate.served.progress import Progress
     from moonep_validate.served.sides import Plan, answers_of
 
-    plan = Plan(prompts, seed, dtype, deadline)
-    mine = answers_of(base, plan)
+    count = prompts if power is None else prompts_needed(power)
+    plan = Plan(count, seed, dtype, deadline, prompts_file, Progress())
+    if not prompts_file and not base.endswith(".jsonl"):
+        note(f"{count} prompts: a drift of {visible_ratio(count):.2g} times the measured noise will show (95%)")
+    mine = answers_of(base, plan, save=save if candidate is None else None)
     if candidate is None:
         if save is None:
             raise CaseError("one side alone has nothing to be compared with: give a CANDIDATE, or --save FILE")
-        write(mine, save)
         console.print(f"{save}: {len(mine.run(GREEDY))} answers of {mine.who}", highlight=False, soft_wrap=True)
         return
-    other = answers_of(candidate, plan, mine)
-    if save:
-        write(other, save)
+    other = answers_of(candidate, plan, mine, save)
     more = [answers_of(one, plan, mine) for one in healthy or ()]
     third = answers_of(reference, plan, mine) if reference else None
     verdict = judge_pair(mine, other, more, third)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,7 @@ class Said:
         top: the largest few at each place, token id -> log probability.
         prompt_logprobs: of the asked tokens, the first one None; empty where the engine gives none.
         finish: why it ended.
+        error: what went wrong in place of an answer.
     """
 
     tokens: Sequence[int]
@@ -26,6 +27,7 @@ class Said:
     top: Sequence[dict[int, float]]
     prompt_logprobs: Sequence[float | None] = ()
     finish: str = ""
+    error: str = ""
 
 
 class Speaker(Protocol):
@@ -43,8 +45,8 @@ class Speaker(Protocol):
     def longest(self) -> int:
         """Tokens of a sequence at most."""
 
-    def say(self, asked: Sequence[Sequence[int]], counts: Sequence[int], top: int) -> list[Said]:
-        """Greedy answers to a batch of prompts.
+    def say(self, asked: Sequence[Sequence[int]], counts: Sequence[int], top: int) -> Iterable[tuple[int, Said]]:
+        """Greedy answers to a batch of prompts: the index of each, in the order in which they come.
 
         Args:
             asked: token ids.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class Transformers:
             model, dtype=getattr(torch, dtype), local_files_only=True, **options
         ).eval()
         given = [f"{name}={value}" for name, value in sorted(options.items())]
-        self._who = Who("transformers", __version__, model=model, dtype=dtype, arguments=given)
+        self._who = Who("transformers", __version__, model=model, dtype=dtype, arguments=given, vocab=self.vocab)
 
     @property
     def who(self) -> Who:
@@ -45,11 +45,12 @@ class Transformers:
         """Of the model's configuration."""
         return int(self._model.config.max_position_embeddings)
 
-    @torch.inference_mode()
-    def say(self, asked: Sequence[Sequence[int]], counts: Sequence[int], top: int) -> list[Said]:
+    def say(self, asked: Sequence[Sequence[int]], counts: Sequence[int], top: int) -> Iterable[tuple[int, Said]]:
         """Greedy answers, each sequence by itself."""
-        return [self._one(list(ids), count, top) for ids, count in zip(asked, counts, strict=True)]
+        answers = (self._one(list(ids), count, top) for ids, count in zip(asked, counts, strict=True))
+        return enumerate(answers)
 
+    @torch.inference_mode()
     def _one(self, ids: list[int], count: int, top: int) -> Said:
         result = self._model(torch.tensor([ids]), use_cache=True)
         whole = _logprobs(result.logits[0])

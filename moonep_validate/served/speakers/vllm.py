@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from moonep_validate.served.answers import Who
@@ -40,6 +40,7 @@ class Vllm:
             dtype=str(config.model_config.dtype).removeprefix("torch."),
             backend=str(parallel.all2all_backend) if getattr(parallel, "use_all2all", False) else "",
             arguments=[f"{name}={value}" for name, value in sorted(options.items())],
+            vocab=self._vocab,
         )
 
     @property
@@ -57,7 +58,7 @@ class Vllm:
         """Of the engine's configuration."""
         return self._longest
 
-    def say(self, asked: Sequence[Sequence[int]], counts: Sequence[int], top: int) -> list[Said]:
+    def say(self, asked: Sequence[Sequence[int]], counts: Sequence[int], top: int) -> Iterable[tuple[int, Said]]:
         """Greedy answers; the engine makes its batches."""
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
@@ -72,7 +73,7 @@ class Vllm:
         params = [SamplingParams(max_tokens=count, **common) for count in counts]
         prompts = [TokensPrompt(prompt_token_ids=list(ids)) for ids in asked]
         done = self._llm.generate(prompts, params, use_tqdm=False)
-        return [_said(list(ids), one) for ids, one in zip(asked, done, strict=True)]
+        return enumerate(_said(list(ids), one) for ids, one in zip(asked, done, strict=True))
 
 
 def _said(ids: list[int], done: Any) -> Said:

@@ -37,7 +37,7 @@ _MOE = "vllm.model_executor.layers.fused_moe"
 _RELOAD = "vllm.model_executor.model_loader.reload"
 _MOONEP = f"{_MOE}.prepare_finalize.moonep"
 #: What vLLM's all2all_utils imports from _MOONEP on CUDA only.
-_CUDA_ONLY = (
+CUDA_ONLY = (
     "MOONEP_DEFAULT_NUM_PREFETCH_SLOTS",
     "MOONEP_DEFAULT_NUM_SMS",
     "MOONEP_DEFAULT_TOKEN_PADDING",
@@ -269,7 +269,7 @@ def _open_cpu() -> tuple[str, ...]:
     experts = import_module(f"{_MOE}.experts.moonep_experts").MoonEPExperts
     experts._supports_current_device = staticmethod(lambda: True)
     utils, moonep = import_module(f"{_MOE}.all2all_utils"), import_module(_MOONEP)
-    for name in _CUDA_ONLY:
+    for name in CUDA_ONLY:
         setattr(utils, name, getattr(moonep, name))
     all2all = import_module("vllm.distributed.device_communicators.all2all")
     group = import_module("vllm.distributed").get_ep_group()
