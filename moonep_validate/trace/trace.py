@@ -28,7 +28,7 @@ from moonep_validate.trace.head import MAX_AXIS, CallHead, Head
 from moonep_validate.trace.head import Part as Part
 from moonep_validate.trace.head import Relation as Relation
 from moonep_validate.trace.keep import Keep
-from moonep_validate.trace.schema import SchemaError, build, decoded, parsed, read_bytes, shown
+from moonep_validate.trace.schema import SchemaError, build, decoded, one_line, parsed, read_bytes, shown
 from moonep_validate.worlds.comm import Abandoned, PeerFailed
 
 FORMAT = 4
@@ -333,7 +333,7 @@ class Trace:
             if sealed and len(trace.calls) != trace.case.R:
                 raise SchemaError(f"it has calls of {len(trace.calls)} ranks, its case has R={trace.case.R}")
         except (SchemaError, CaseError) as error:
-            raise TraceError(f"{name} is damaged or no trace: {error}") from None
+            raise TraceError(f"{name} is damaged or no trace: {one_line(str(error))}") from None
         trace.seal = seal
         return trace
 
