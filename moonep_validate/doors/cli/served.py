@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
 import sys
 from json import dumps
 from pathlib import Path
@@ -13,7 +15,7 @@ from moonep_validate.doors.cli.options import console, note
 from moonep_validate.errors import CaseError
 
 if TYPE_CHECKING:
-    from moonep_validate.served.answers import Answers
+    from moonep_validate.served.answers import Answers, Who
     from moonep_validate.served.pair import PairVerdict
 
 SIDE = "RECIPE.toml, http://HOST:PORT, transformers:DIR, vllm:DIR, or a file of answers (.jsonl)"
@@ -45,6 +47,10 @@ def compare(
         Path | None,
         typer.Option(help="File for the candidate's answers (or the base's alone); a second try goes on from it."),
     ] = None,
+    locate: Annotated[
+        bool,
+        typer.Option("--locate", help="Where the pair is red, judge the MoE layers of the candidate's engine."),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="The verdict as one line of JSON.")] = False,
 ) -> None:
     """Do two ways to serve one model say the same, within the noise of that pair?"""
@@ -72,7 +78,22 @@ def compare(
         sys.stdout.write(dumps(verdict.to_json()) + "\n")
     else:
         _show(verdict, mine, other)
+    if verdict.exit_code == 1:
+        _locate(other.who, locate)
     raise typer.Exit(verdict.exit_code)
+
+
+def _locate(who: Who, run: bool) -> None:
+    """From tokens to the stage: say the next command, or run it."""
+    from moonep_validate.served.locate import arguments, meaning
+
+    if not (found := arguments(who)):
+        return
+    if not run:
+        note(f"next, are its MoE layers right? moonep-validate {shlex.join(found)}")
+        return
+    code = subprocess.run([sys.executable, "-m", "moonep_validate", *found], check=False).returncode
+    note(meaning(code))
 
 
 def _show(verdict: PairVerdict, base: Answers, candidate: Answers) -> None:
