@@ -22,7 +22,7 @@ import pytest
 from moonep_validate import __version__
 from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.cases.profiles import for_generations, profile
-from moonep_validate.doors import plugin_worlds
+from moonep_validate.doors import plugin_gate, plugin_worlds
 from moonep_validate.pipeline.kinds import kind_of, refuse
 from moonep_validate.pipeline.options import DECLARED, Options, read
 from moonep_validate.pipeline.options import spelled_in_pytest as spelled
@@ -57,6 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         if declared.old:
             group.addoption(spelled(declared.old), help=argparse.SUPPRESS)
     plugin_worlds.add_options(group.addoption)
+    plugin_gate.add_options(group.addoption)
 
 
 def _options(config: pytest.Config) -> Options:
@@ -81,6 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[_CASES] = _of_ranks(options.ranks, cases or for_generations(listed, _generations(config)))
     except CaseError as error:
         raise pytest.UsageError(str(error)) from None
+    config.pluginmanager.register(plugin_gate.Gate(config, options, plugin_worlds.counts(config)))
 
 
 def _generations(config: pytest.Config) -> tuple[str, ...]:
@@ -158,7 +160,11 @@ def moonep_verdict(
         pytest.fail("\n".join(missing), pytrace=False)
     cases = request.config.stash[_CASES]
     verdict = plugin_worlds.judged(request.config, job, moonep_case, cases, moonep_gpus)
-    request.node.user_properties += [(_LEVEL, verdict.level), (_COMMAND, verdict.command)]
+    request.node.user_properties += [
+        (_LEVEL, verdict.level),
+        (_COMMAND, verdict.command),
+        (plugin_gate.STATUS, verdict.status),
+    ]
     if verdict.status == "not_run":
         pytest.skip(verdict.results[0].reason)
     if verdict.status == "waived":

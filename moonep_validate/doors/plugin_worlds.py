@@ -63,6 +63,12 @@ def configure(config: pytest.Config) -> None:
         config.option.xmlpath = None  # one file for each session, not for each rank
 
 
+def counts(config: pytest.Config) -> bool:
+    """Whether this process answers for the session: no worker of xdist, and of torchrun's ranks the first."""
+    here = config.stash[_PLACE]
+    return not hasattr(config, "workerinput") and not (here and here.rank)
+
+
 def quiet(config: pytest.Config) -> None:
     """Under torchrun rank 0 prints, once the reporter is there."""
     here, reporter = config.stash[_PLACE], _reporter(config)

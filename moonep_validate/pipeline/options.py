@@ -75,6 +75,7 @@ class Options:
     require: tuple[str, ...] = _option(
         (), "STAGE=PACKAGE that must really run, e.g. load=vllm or transport=moonep; else exit code 1."
     )
+    require_cases: int | None = _option(None, "Exit code 1 if fewer cases are judged.", least=1)
 
     def __post_init__(self) -> None:
         for name, (_, declared) in DECLARED.items():
@@ -89,6 +90,19 @@ class Options:
         """Names of the options that differ from their default."""
         return tuple(name for name, (one, _) in DECLARED.items() if getattr(self, name) != one.default)
 
+
+#: Options that name what is judged, or ask for it: where one is given, a run that judged nothing is an error.
+ASKING = (
+    "case",
+    "profile",
+    "subject",
+    "engine_path",
+    "moonep_module",
+    "experts",
+    "fault",
+    "require",
+    "require_cases",
+)
 
 #: Name -> field and declaration, in the order of ``--help``.
 DECLARED: dict[str, tuple[Field[Any], Declared]] = {

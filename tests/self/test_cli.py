@@ -428,3 +428,10 @@ def test_help_needs_no_torch() -> None:
     )
     code += "try:\n    main()\nexcept SystemExit:\n    pass\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(("needed", "code"), [("1", 0), ("2", 1)])
+def test_require_cases_asks_for_so_many(cli: Callable[..., tuple[int, str, str]], needed: str, code: int) -> None:
+    found, out, _ = cli("run", "--case", "genB+R2+E4+K2+S3+H8+I8", "--require-cases", needed)
+    assert found == code
+    assert ("--require-cases 2: 1 cases were judged" in out) == bool(code)

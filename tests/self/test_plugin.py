@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -77,3 +78,72 @@ def test_junit_properties_carry_level_and_command(consumer: pytest.Pytester) -> 
 def test_plugin_loads_without_torch() -> None:
     code = "import sys, moonep_validate.doors.plugin; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+# A session that judged nothing, or was changed, is none that passed.
+
+SKIPPED = ["--moonep-case", CASE, "--moonep-module", "moonep_validate.reference.moonep_b"]
+RUNS = ["--moonep-case", CASE]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        (
+            SKIPPED,
+            5,
+            "no case was judged, though --moonep-case, --moonep-module was given; 1 were not run: not portable*",
+        ),
+        ([*SKIPPED, "-k", "nothing"], 5, "no case was judged, though --moonep-case, --moonep-module was given"),
+        ([*RUNS, "--moonep-require-cases", "2"], 1, "--moonep-require-cases 2: 1 cases were judged"),
+        (
+            [*SKIPPED, "--moonep-require-cases", "1"],
+            1,
+            "--moonep-require-cases 1: 0 cases were judged; 1 were not*",
+        ),
+    ],
+)
+def test_a_session_that_judged_too_little_is_an_error(
+    consumer: pytest.Pytester, options: list[str], code: int, says: str
+) -> None:
+    result = consumer.runpytest_inprocess(*options)
+    assert result.ret == code
+    result.stdout.fnmatch_lines([says])
+
+
+def test_other_sessions_keep_their_exit_code(consumer: pytest.Pytester) -> None:
+    assert consumer.runpytest_inprocess(*RUNS, "--moonep-require-cases", "1").ret == 0
+    assert consumer.runpytest_inprocess(*SKIPPED, "--collect-only").ret == 0
+    consumer.makepyfile(test_component="def test_own():\n    pass\n")
+    assert consumer.runpytest_inprocess().ret == 0
+    assert consumer.runpytest_inprocess(*RUNS).ret == 5
+
+
+@pytest.mark.parametrize(("options", "code"), [(RUNS, 0), (SKIPPED, 5)])
+def test_what_workers_of_xdist_judge_counts(consumer: pytest.Pytester, options: list[str], code: int) -> None:
+    assert consumer.runpytest_inprocess("-n", "1", *options).ret == code
+
+
+def test_without_the_plugin_its_fixtures_are_unknown(consumer: pytest.Pytester) -> None:
+    result = consumer.runpytest_subprocess("-p", "no:moonep_validate")
+    result.assert_outcomes(errors=1)
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "1"]], ids=["alone", "xdist"])
+def test_a_conftest_that_patches_the_suite_is_said(consumer: pytest.Pytester, workers: list[str]) -> None:
+    consumer.makeconftest(
+        "from moonep_validate.judge.verdict import Verdict\n"
+        "Verdict.status = property(lambda self: 'passed')\nVerdict.ok = property(lambda self: True)\n"
+    )
+    result = consumer.runpytest_subprocess(*RUNS, "--moonep-fault", "slot-not-filled", *workers)
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["code of this suite was replaced*moonep_validate.judge.verdict.Verdict.status*"])
+
+
+def test_a_session_that_ends_early_leaves_its_state_incomplete(consumer: pytest.Pytester) -> None:
+    state = consumer.path / "state.json"
+    consumer.runpytest_inprocess(*RUNS, "--moonep-state", str(state))
+    assert json.loads(state.read_text()) == {"schema": 1, "status": "complete", "exit_code": 0, "judged": 1}
+    consumer.makepyfile(test_ends="import os\ndef test_end():\n    os._exit(0)\n")
+    assert consumer.runpytest_subprocess(*RUNS, "--moonep-state", str(state)).ret == 0
+    assert json.loads(state.read_text()) == {"schema": 1, "status": "incomplete", "exit_code": 14, "judged": 0}

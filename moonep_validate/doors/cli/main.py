@@ -85,7 +85,9 @@ def run(
         return trace, verdict
 
     title = f"{len(cases)} case{'s' * (len(cases) > 1)}" if options.case else f"profile {_profile(options)}"
-    summary = _judge_all(cases, here.judged(record_and_judge), job, title, folder, shrink_seconds, all_checks)
+    one_case = here.judged(record_and_judge)
+    needed = options.require_cases or 0
+    summary = _judge_all(cases, one_case, job, title, folder, shrink_seconds, all_checks, needed)
     here.end(summary.exit_code)
     if folder and folder.lost:
         note(folder.lost)
@@ -121,7 +123,7 @@ def check(
 
 
 @app.command()
-@takes(*(set(DECLARED) - {"case", "profile", "ranks", "require"}))
+@takes(*(set(DECLARED) - {"case", "profile", "ranks", "require", "require_cases"}))
 def shrink(
     options: Options,
     case: Annotated[str, typer.Option("--case", help="A failing case line.")],
@@ -315,13 +317,14 @@ def _judge_all(
     folder: OutputFolder | None,
     shrink_seconds: float,
     all_checks: bool,
+    required: int = 0,
 ) -> Summary:
     """Loop over cases with a live display; Ctrl-C keeps what is known."""
     from moonep_validate.doors.report import terminal
     from moonep_validate.doors.report.summary import Summary
 
     console.print(f"[bold]moonep-validate {__version__}[/bold]: {title}", highlight=False)
-    summary, start, trace = Summary(len(cases)), time.monotonic(), None
+    summary, start, trace = Summary(len(cases), required=required), time.monotonic(), None
     try:
         with terminal.progress_bar(console) as progress:
             task = progress.add_task("", total=len(cases))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from moonep_validate.studies.mutate import Matrix
 
 
-@takes(*(set(DECLARED) - {"case", "profile", "ranks", "require", "world", "record"}))
+@takes(*(set(DECLARED) - {"case", "profile", "ranks", "require", "require_cases", "world", "record"}))
 def search(
     options: Options,
     seconds: Annotated[float, typer.Option("--time", min=1.0, help="Seconds to search.")] = 60.0,

@@ -40,11 +40,13 @@ class Summary:
     Attributes:
         planned: cases that were to run.
         interrupted: whether the user stopped it.
+        required: cases that must be judged.
     """
 
     planned: int
     verdicts: list[Verdict] = field(default_factory=list)
     interrupted: bool = False
+    required: int = 0
 
     @property
     def status(self) -> str:
@@ -61,9 +63,16 @@ class Summary:
         """The documented process exit code."""
         if self.interrupted:
             return INTERRUPTED
-        if self.status not in ("not_run", "not_applicable", "passed"):
-            return EXIT_CODES[self.status]
-        return 0 if self.counts["passed"] else NOTHING_RAN
+        if code := EXIT_CODES[self.status]:
+            return code
+        if self.ran < self.required:
+            return EXIT_CODES["failed"]
+        return 0 if self.counts["passed"] or self.counts["waived"] else NOTHING_RAN
+
+    @property
+    def ran(self) -> int:
+        """How many cases were judged."""
+        return len(self.verdicts) - self.counts["not_run"]
 
     def rows(self) -> list[Row]:
         """One row per check that any verdict mentions, in pipeline order.

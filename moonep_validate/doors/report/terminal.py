@@ -131,7 +131,6 @@ def _numbers(row: Row) -> tuple[str, str, str]:
 
 def show_verdict(console: Console, summary: Summary, trace: Trace | None, seconds: float) -> None:
     """The last lines: what the result proves, what it does not, and the answer."""
-    ran = len(summary.verdicts) - summary.counts["not_run"]
     reasons = Counter(v.results[0].reason for v in summary.verdicts if v.status == "not_run")
     if pads := _pads(summary):
         console.print(pads, highlight=False, soft_wrap=True)
@@ -144,10 +143,12 @@ def show_verdict(console: Console, summary: Summary, trace: Trace | None, second
         console.print(f"{proves}\nleaves open: {trace.leaves_open}", highlight=False, soft_wrap=True)
     elif summary.verdicts:
         console.print(f"proves nothing as it stands: {summary.status}", highlight=False)
+    if summary.ran < summary.required:
+        console.print(f"--require-cases {summary.required}: {summary.ran} cases were judged", highlight=False)
     counts = ", ".join(f"{count} {status}" for status, count in summary.counts.items())
     word = "interrupted" if summary.interrupted else summary.status
     console.print(
-        f"[bold]{styled(word)}[/bold]: {ran} of {summary.planned} cases ran ({counts or 'none'}) "
+        f"[bold]{styled(word)}[/bold]: {summary.ran} of {summary.planned} cases ran ({counts or 'none'}) "
         f"in {seconds:.1f} s, exit code {summary.exit_code}",
         highlight=False,
     )
