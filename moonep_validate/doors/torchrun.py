@@ -138,7 +138,7 @@ class Parity:
             return 14
         trace = self._lost_trace(case, ranks, silent, why)
         verdict = judge(trace)
-        summary = Summary(len(self.cases), [*self.verdicts, verdict])
+        summary = Summary(len(self.cases), [*self.verdicts, verdict], ended=True)
         if self.folder:
             self.folder.note(trace, verdict)
             self.folder.write_report(summary, trace.subject)

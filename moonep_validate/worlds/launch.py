@@ -20,29 +20,14 @@ from pathlib import Path
 import moonep_validate
 
 _PACKAGE = "moonep_validate"
-_BOOT = """
-import sys
-if sys.path and sys.path[0] == "":
-    del sys.path[0]
-folder, here = sys.argv[1:3]
-if here and here not in sys.path:
-    sys.path.append(here)
-import importlib.util
-if "moonep_validate" not in sys.modules:
-    spec = importlib.util.spec_from_file_location(
-        "moonep_validate", folder + "/__init__.py", submodule_search_locations=[folder])
-    sys.modules["moonep_validate"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["moonep_validate"])
-from moonep_validate.worlds.launch import begin
-begin(*sys.argv[3:])
-"""
+_BOOT = Path(__file__).with_name("boot.py")
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _SET_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
 
 def command(module: str, *arguments: str) -> list[str]:
     """The command line of a process that runs ``main`` of one of our modules."""
-    return [sys.executable, "-c", _BOOT, str(folder()), current_folder(), parent(), module, *arguments]
+    return [sys.executable, str(_BOOT), str(folder()), current_folder(), parent(), module, *arguments]
 
 
 def begin(parent: str, module: str, *arguments: str) -> None:

@@ -18,6 +18,7 @@ from moonep_validate import __version__
 from moonep_validate.cases.case import Case, CaseError, Spec
 from moonep_validate.cases.profiles import for_generations, profile
 from moonep_validate.cases.vocabulary import VOCABULARY
+from moonep_validate.doors import interrupts
 from moonep_validate.doors.cli import formats as commands_formats
 from moonep_validate.doors.cli import mutate as commands_mutate
 from moonep_validate.doors.cli import plan as commands_plan
@@ -238,10 +239,12 @@ def version() -> None:
 
 def main() -> None:
     """Entry point; maps every end to a documented exit code."""
-    with patient_output() as output:
+    with interrupts.as_one(), patient_output() as output:
         code = _run()
+        interrupts.ending()
     if output.lost:
         note(output.lost)
+    code = INTERRUPTED if interrupts.told() else code
     sys.exit(code or (USAGE if output.lost else 0))
 
 
@@ -253,6 +256,8 @@ def _run() -> int:
     except (CaseError, OSError) as error:
         return _usage(str(error))
     except Exception as error:
+        if interrupts.told():  # an import that was interrupted may say anything
+            return INTERRUPTED
         return _other(error)
 
 
@@ -306,7 +311,7 @@ def _folder(path: Path) -> OutputFolder:
     try:
         return OutputFolder(path)
     except OSError as error:
-        raise CaseError(f"--out {path} cannot be written: {error.strerror}") from None
+        raise CaseError(f"--out {path} cannot be used: {error.strerror}") from None
 
 
 def _judge_all(
@@ -319,7 +324,7 @@ def _judge_all(
     all_checks: bool,
     required: int = 0,
 ) -> Summary:
-    """Loop over cases with a live display; Ctrl-C keeps what is known."""
+    """Loop over cases with a live display; a signal keeps what is known."""
     from moonep_validate.doors.report import terminal
     from moonep_validate.doors.report.summary import Summary
 
@@ -329,6 +334,7 @@ def _judge_all(
         with terminal.progress_bar(console) as progress:
             task = progress.add_task("", total=len(cases))
             for one in cases:
+                interrupts.check()
                 progress.update(task, description=str(one))
                 first, (trace, verdict) = trace is None, one_case(one)
                 if first:
@@ -339,9 +345,13 @@ def _judge_all(
                     folder.write_report(summary, trace.subject)
                 if not verdict.ok and verdict.status != "not_run":
                     terminal.show_problem(progress.console, verdict)
+        summary.ended = True
+        if folder:
+            folder.write_report(summary, trace.subject if trace else "")
         if shrink_seconds and job:
             _show_smallest(summary, job, shrink_seconds)
     except KeyboardInterrupt:
+        interrupts.ending()
         summary.interrupted = True
         if folder:
             folder.write_report(summary, trace.subject if trace else "")

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
+import os
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from moonep_validate import __version__
 from moonep_validate.cases.case import Case
-from moonep_validate.doors.report.summary import Summary
+from moonep_validate.doors.report.summary import INTERRUPTED, Summary
 from moonep_validate.judge.checks import CHECKS
 from moonep_validate.judge.verdict import Verdict
 from moonep_validate.trace.manifest import NAME, Entry, Keeps, Manifest, calls_digest, check_report, due
 from moonep_validate.trace.trace import Trace, TraceError
 
 SCHEMA = 1
+INCOMPLETE = "incomplete"
+_REPORT = "report.json"
 _TRACES, _SUFFIX = "traces", ".safetensors"
 _LONGEST_NAME = 200
 
 
 class OutputFolder:
-    """Where a run leaves its results; traces of an earlier run in it are removed.
+    """Where a run leaves its results; those of an earlier run in it are removed, and nothing else is.
 
     Attributes:
         lost: what could not be written, e.g. on a full disk, or empty; the run goes on, and says so at its end.
 
     Raises:
-        OSError: if the folder cannot be made or written.
+        OSError: if the folder cannot be made or written, is in use, or holds files that no run wrote.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,32 +42,38 @@ class OutputFolder:
         self.path, self.manifest = path, Manifest.of((), "none")
         self.traces = path / _TRACES
         self.traces.mkdir(parents=True, exist_ok=True)
-        for old in self.traces.glob(f"*{_SUFFIX}"):
-            old.unlink()
-        (path / "report.json").write_text("{}\n")
+        weakref.finalize(self, os.close, _locked(path))
+        old = _of_a_run(path, self.traces)
+        self.write_report(Summary(0), "")
+        if self.lost:
+            raise OSError(errno.EIO, self.lost)
+        for trace in old:
+            trace.unlink()
 
     def write_report(self, summary: Summary, subject: str) -> None:
-        """Replace report.json; called after every case, so that an interrupted run keeps what is known."""
+        """Replace report.json; called after every case, so that an interrupted run keeps what is known.
+
+        Until the run has ended its status is ``incomplete``, with the exit code of an interrupted one.
+        """
         data = {
             "schema": SCHEMA,
             "version": __version__,
             "subject": subject,
-            "status": summary.status,
+            "status": summary.status if summary.ended else INCOMPLETE,
             "interrupted": summary.interrupted,
-            "exit_code": summary.exit_code,
+            "exit_code": summary.exit_code if summary.ended else INTERRUPTED,
             "planned": summary.planned,
             "checks": {c.id: {"name": c.name, "stage": c.stage, "promise": c.promise} for c in CHECKS.values()},
             "cases": [verdict.to_json() for verdict in summary.verdicts],
         }
-        with self._writing(self.path / "report.json") as path:
-            part = path.with_suffix(".json.part")
-            part.write_text(json.dumps(data, indent=1) + "\n")
-            part.replace(path)
+        with self._writing(self.path / _REPORT) as path:
+            _replace(path, (json.dumps(data, indent=1) + "\n").encode())
 
     def plan(self, cases: Sequence[Case], keep: Keeps) -> None:
         """Note what is to run, before anything does; see manifest.py."""
         self.manifest = Manifest.of([str(case) for case in cases], keep)
         self.manifest.write(self.path)
+        self.write_report(Summary(len(cases)), "")
 
     def note(self, trace: Trace, verdict: Verdict) -> None:
         """Note a verdict, and keep the trace if the policy says so; its name is the case."""
@@ -69,7 +81,7 @@ class OutputFolder:
         if due(self.manifest.keep, verdict.status):
             file = f"{_file_name(trace.case)}{_SUFFIX}"
             with self._writing(self.traces / file) as path:
-                trace.save(path)
+                _replace(path, trace.to_bytes())
         self.manifest = self.manifest.judged(trace, verdict.status, file)
         with self._writing(self.path / NAME):
             self.manifest.write(self.path)
@@ -83,6 +95,64 @@ class OutputFolder:
             self.lost = (
                 self.lost or f"{path} cannot be written: {error.strerror}; what {self.path} holds is not whole"
             )
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file in one step, so that nobody ever sees half of it."""
+    part = path.with_name(f"{path.name[:_LONGEST_NAME]}.part")
+    try:
+        part.write_bytes(data)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _locked(path: Path) -> int:
+    """Hold the folder until this descriptor is closed.
+
+    Raises:
+        OSError: if another run holds it.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise OSError(errno.EBUSY, "another run writes to it; give each run a folder of its own") from None
+    except OSError:  # a file system without locks
+        pass
+    return descriptor
+
+
+def _of_a_run(path: Path, traces: Path) -> list[Path]:
+    """The traces that an earlier run left.
+
+    Raises:
+        OSError: if there are files in our names that no run wrote.
+    """
+    found = sorted(traces.iterdir())
+    strange = [one for one in found if not (one.name.endswith(".part") or _is_trace(one))]
+    strange += [one for one in (path / _REPORT, path / NAME) if one.exists() and not _ours(one)]
+    if strange:
+        raise OSError(errno.EEXIST, f"{strange[0]} was not written by a run, and stays; give another folder")
+    return found
+
+
+def _is_trace(path: Path) -> bool:
+    """Whether a file says in its first bytes that it is a trace; it may be of any version."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return b'"__metadata__"' in (begin := file.read(4096)) and b'"moonep_validate"' in begin
+
+
+def _ours(path: Path) -> bool:
+    """Whether a file is a report or a manifest, or was cut short while one was written."""
+    try:
+        data = json.loads(path.read_bytes())
+    except (ValueError, OSError, RecursionError):
+        return path.is_file() and path.stat().st_size == 0
+    return isinstance(data, dict) and (not data or {"schema", "version"} <= set(data))
 
 
 def load_traces(folder: Path) -> tuple[Manifest, dict[str, Trace]]:

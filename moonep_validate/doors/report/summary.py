@@ -39,14 +39,16 @@ class Summary:
 
     Attributes:
         planned: cases that were to run.
-        interrupted: whether the user stopped it.
         required: cases that must be judged.
+        interrupted: whether the user, or a signal, stopped it.
+        ended: whether no more verdicts come; until then a report of it is no pass.
     """
 
     planned: int
     verdicts: list[Verdict] = field(default_factory=list)
     interrupted: bool = False
     required: int = 0
+    ended: bool = False
 
     @property
     def status(self) -> str:
