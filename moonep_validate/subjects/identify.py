@@ -1,13 +1,8 @@
-"""What is a module? Asked in a process of its own, since importing outside code can do anything.
-
-``python -m moonep_validate.subjects.identify MODULE [A|B]`` prints one JSON object as its last line.
-"""
+"""What is a module? Asked in a process of its own, since importing outside code can do anything."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 from dataclasses import asdict, replace
 from typing import Any
@@ -15,10 +10,12 @@ from typing import Any
 from moonep_validate.cases.case import CaseError
 from moonep_validate.subjects.buffer.api import detect_generation, import_module
 from moonep_validate.subjects.provenance import provenance
+from moonep_validate.trace.schema import SchemaError
 from moonep_validate.trace.trace import Part
+from moonep_validate.worlds import launch
+from moonep_validate.worlds.ask import answer, ask
 
 SECONDS = 120
-_MARK = "moonep-validate-identify:"
 
 
 def identify(module: str, api: str | None, policy: str | None, environment: dict[str, str]) -> tuple[str, Part]:
@@ -36,24 +33,22 @@ def identify(module: str, api: str | None, policy: str | None, environment: dict
     Raises:
         CaseError: if it cannot be imported, has no ``Buffer``, or hides its generation.
     """
-    command = [sys.executable, "-m", __name__, module, *([api] if api else [])]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=SECONDS, env={**os.environ, **environment}
-        )
-    except subprocess.TimeoutExpired:
-        raise CaseError(f"--moonep-module {module} did not finish importing within {SECONDS} s") from None
-    lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
-    if not lines:
-        tail = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    said = ask(__name__, [module, api or ""], environment, SECONDS)
+    if said.data is None and said.ended is None:
+        raise CaseError(f"--moonep-module {module} did not finish importing within {SECONDS} s")
+    if said.data is None:
         raise CaseError(
-            f"--moonep-module {module}: importing it ended the process with code {done.returncode}: {tail}"
+            f"--moonep-module {module}: importing it ended the process with code {said.ended}: "
+            f"{said.last_words.rpartition(' | ')[2]}"
         )
-    answer = json.loads(lines[-1][len(_MARK) :])
-    if "error" in answer:
-        raise CaseError(answer["error"])
-    part = Part.from_json(answer["part"])
-    return answer["generation"], replace(part, policy=policy) if policy else part
+    try:
+        if reason := said.data.get("error") or launch.difference(said.data.get("identity")):
+            raise CaseError(reason if str(reason).startswith("--") else f"--moonep-module {module}: {reason}")
+        part = Part.from_json(said.data["part"])
+        generation = str(said.data["generation"])
+    except (SchemaError, LookupError) as error:
+        raise CaseError(f"--moonep-module {module}: what it says about itself cannot be read: {error}") from None
+    return generation, replace(part, policy=policy) if policy else part
 
 
 def _answer(module_name: str, api: str | None) -> dict[str, Any]:
@@ -71,5 +66,11 @@ def _answer(module_name: str, api: str | None) -> dict[str, Any]:
     return {"generation": generation, "part": asdict(part)}
 
 
-if __name__ == "__main__":
-    print(_MARK + json.dumps(_answer(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)))
+def main() -> None:
+    """In a process of its own: MODULE, its API or nothing, and where to answer."""
+    module, api, descriptor = sys.argv[1:]
+    os.set_inheritable(int(descriptor), False)
+    launch.adopt_orphans()
+    said = _answer(module, api or None)
+    answer({**said, "identity": launch.identity()}, descriptor)
+    os._exit(0)  # what the module started need not end

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +20,7 @@ from moonep_validate.pipeline.options import Options
 from moonep_validate.pipeline.record import record
 from moonep_validate.pipeline.run import run_case
 from moonep_validate.subjects.buffer.api import detect_generation
-from moonep_validate.worlds import processes
+from moonep_validate.worlds import descendants, processes
 
 CASE = Case.parse("genB+R2+E8+K2+S5+pad4+hot:1+@slot_used")
 HEAD = """
@@ -231,6 +233,58 @@ def test_modules_that_cannot_be_judged_are_refused_before_anything_runs(
     with pytest.raises(CaseError) as error:
         make_job(Options(moonep_module="unusable"))
     assert message in str(error.value)
+
+
+def test_a_helper_that_a_module_starts_at_import_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds every pipe that it inherits, and would never end."""
+    daemon = "subprocess.Popen(['setsid', 'sleep', '1004'], close_fds=False)"
+    text = HEAD.replace("{generation}", "b") + f"    pass\nimport subprocess\nHELPER = {daemon}.pid\n"
+    text += (
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(HELPER))\nprint('moonep-validate: a line of its own')\n"
+    )
+    (tmp_path / "has_helper.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr("moonep_validate.subjects.identify.SECONDS", 600)
+    job = make_job(Options(moonep_module="has_helper"))
+    assert job.target.generations == ("B",)
+    assert not descendants.lives(int((tmp_path / "pid").read_text()))
+
+
+def test_a_module_in_the_current_folder_is_found_and_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside it are a changed copy of this package and a module of Python's own name."""
+    (tmp_path / "moonep_here.py").write_text(HEAD.replace("{generation}", "b") + GOOD)
+    (tmp_path / "moonep_validate").mkdir()
+    (tmp_path / "moonep_validate" / "__init__.py").write_text("raise SystemExit('the changed copy ran')\n")
+    (tmp_path / "random.py").write_text("raise SystemExit('the wrong random')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+    verdict = judged(make_job(Options(moonep_module="moonep_here")))
+    assert verdict.ok, verdict.diagnosis
+    assert verdict.parts["plan"].file == str(tmp_path / "moonep_here.py")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (
+            "os.write(int(sys.argv[-1]), b'[1]\\n')",
+            "--moonep-module answers: it answers b'[1]\\n', which is no JSON object",
+        ),
+        ("os.write(int(sys.argv[-1]), b'{\"generation\": 3}\\n')", "it runs moonep_validate ? of ?"),
+        ("os.close(int(sys.argv[-1])); os._exit(5)", "importing it ended the process with code 5"),
+    ],
+)
+def test_a_module_that_answers_in_our_place_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, says: str
+) -> None:
+    (tmp_path / "answers.py").write_text(f"import os, sys\n{line}\nos._exit(0)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(CaseError, match=re.escape(says)):
+        make_job(Options(moonep_module="answers"))
 
 
 def test_generation_is_read_from_signatures() -> None:
