@@ -1,7 +1,7 @@
 """What does a process of ours answer? One JSON object through a pipe.
 
-Nothing else that it does or starts is waited for. The process and its group end with the answer: a module may leave
-threads, children or daemons that never end.
+Nothing else that it does or starts is waited for. The process and its group end with the answer: a module may
+leave threads, children or daemons that never end.
 """
 
 from __future__ import annotations
