@@ -192,8 +192,9 @@ def prompts_needed(ratio: float, spread: float = 0.7) -> int:
     return max(FEWEST, math.ceil(((_Z_ALPHA + _Z_POWER) * spread / math.log(ratio / MARGIN)) ** 2))
 
 
-def visible_ratio(prompts: int, spread: float = 0.7) -> float:
-    """The smallest drift over noise that so many prompts show, or inf for too few."""
+def power_of(prompts: int, spread: float = 0.7) -> str:
+    """One sentence, before anything runs: the smallest drift that so many prompts show; see ``prompts_needed``."""
     if prompts < FEWEST:
-        return float("inf")
-    return MARGIN * math.exp((_Z_ALPHA + _Z_POWER) * spread / math.sqrt(prompts))
+        return f"{prompts} prompts show a defect in float32 only; where noise is measured, {FEWEST} are needed"
+    ratio = MARGIN * math.exp((_Z_ALPHA + _Z_POWER) * spread / math.sqrt(prompts))
+    return f"{prompts} prompts: a drift of {ratio:.2g} times the measured noise will show (95%)"

@@ -10,7 +10,7 @@ import pytest
 from moonep_validate.errors import CaseError
 from moonep_validate.served.answers import FORCED, Who
 from moonep_validate.served.drift import drift, summary
-from moonep_validate.served.noise import FLOOR, drifts_of, fewest_beyond_chance, measure, prompts_needed
+from moonep_validate.served.noise import FLOOR, drifts_of, fewest_beyond_chance, measure, power_of, prompts_needed
 from moonep_validate.served.noise import test as compared
 from moonep_validate.served.prompts import FIRST_ID, GROUPS, make_prompts
 from tests.self.served_data import BASE, EXACT, answer, noisy, side
@@ -145,3 +145,9 @@ def test_prompts_are_the_same_everywhere_and_of_all_groups() -> None:
 
 def test_who_is_one_phrase() -> None:
     assert str(Who("vllm", "1", dtype="float32", backend="moonep")) == "vllm 1 float32 moonep"
+
+
+def test_power_is_said_beforehand() -> None:
+    assert power_of(64) == "64 prompts: a drift of 3 times the measured noise will show (95%)"
+    assert prompts_needed(3.03) <= 64 < prompts_needed(2.9)
+    assert "8 are needed" in power_of(7)

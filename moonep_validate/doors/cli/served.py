@@ -55,7 +55,7 @@ def compare(
 ) -> None:
     """Do two ways to serve one model say the same, within the noise of that pair?"""
     from moonep_validate.served.answers import GREEDY
-    from moonep_validate.served.noise import prompts_needed, visible_ratio
+    from moonep_validate.served.noise import power_of, prompts_needed
     from moonep_validate.served.pair import judge_pair
     from moonep_validate.served.progress import Progress
     from moonep_validate.served.sides import Plan, answers_of
@@ -63,7 +63,7 @@ def compare(
     count = prompts if power is None else prompts_needed(power)
     plan = Plan(count, seed, dtype, deadline, prompts_file, Progress())
     if not prompts_file and not base.endswith(".jsonl"):
-        note(f"{count} prompts: a drift of {visible_ratio(count):.2g} times the measured noise will show (95%)")
+        note(power_of(count))
     mine = answers_of(base, plan, save=save if candidate is None else None)
     if candidate is None:
         if save is None:

@@ -1,0 +1,40 @@
+"""The smallest pair: makes the tiny model here, then one process of vLLM against MoonEP on two ranks.
+
+In an environment with vLLM and moonep-validate. Options of pytest replace the pair.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT))
+
+
+def main() -> int:
+    """The exit code of pytest."""
+    from tests.e2e.tiny import make
+
+    make(Path("tiny"))
+    recipes = HERE / "recipes"
+    pair = ["--moonep-pair", str(recipes / "one.toml"), str(recipes / "moonep.toml")]
+    chosen = sys.argv[1:] or ["--moonep-reference", str(recipes / "reference.toml"), *pair]
+    config = [
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        "--rootdir",
+        str(ROOT),
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "default",
+    ]
+    return int(pytest.main([*config, str(HERE), "-v", *chosen]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
