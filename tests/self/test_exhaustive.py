@@ -372,7 +372,7 @@ def planned_step(topk: Ints, layout: Layout) -> Step:
         stub = cast(Any, SimpleNamespace(layout=layout, rank=rank, group=group))
         groups, rows, dup_counts = Transport._duplicates(stub, plan.raw)
         call = Call("base", "dispatch", done=True)
-        call.tensors = {
+        tensors = {
             "topk_ids": ids[rank],
             "rows": torch.zeros(layout.num_rows, 8, dtype=torch.bfloat16),
             "row_weights": torch.zeros(layout.num_rows),
@@ -381,6 +381,7 @@ def planned_step(topk: Ints, layout: Layout) -> Step:
             "dup_counts": dup_counts,
             **{name: tensor for name, tensor in vars(plan).items() if name != "raw"},
         }
+        call.keep(**tensors)  # their form too: a tensor without one cannot be judged
         calls.append([call])
     part = Part("reference", "moonep_validate.reference", "0", policy="upstream")
     return Step(Trace(case_of(topk, layout), "planner", calls, {"plan": part}), "base")
