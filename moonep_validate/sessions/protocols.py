@@ -104,6 +104,9 @@ class WeightSlots(Protocol):
     def guards(self, name: str) -> Tensor:
         """The gap, ``[gap, ...]``."""
 
+    def readable(self, name: str) -> Tensor | None:
+        """What a rank may read beside its own experts: those of all ranks in generation A."""
+
     def plan(self, plan: BufferPlan) -> BufferPlan:
         """The plan that prefetch is given."""
 

@@ -146,13 +146,14 @@ def differ_beyond(
 
 
 def unchanged_inputs(s: Step, op: str) -> Iterator[Compared]:
-    """One comparison over the ranks of the inputs after the call with those before."""
-    changed = []
+    """The inputs of each rank after the call with those before, every field of a plan among them."""
     for rank, call in enumerate(s.calls(op)):
         if "changed" not in call.info:
             raise Missing(f"rank {rank} did not finish {op} in step {s.name!r}")
-        changed.append(", ".join(call.info["changed"]) or "nothing")
-    yield differ(f"what {op} changed of its inputs", ["nothing"] * len(changed), changed, axes("rank"))
+        changed = ", ".join(call.info["changed"]) or "nothing"
+        what = f"what {op} changed of its inputs"
+        compared = differ(what, ["nothing"], [changed], lambda i: {"rank": rank})  # noqa: B023
+        yield replace(compared, examined=len(call.info.get("inputs", [])))
 
 
 def axes(*names: str) -> Place:

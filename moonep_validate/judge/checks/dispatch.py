@@ -71,7 +71,7 @@ def replay_form(s: Step) -> Iterator[Compared]:
         yield differ(f"replay returns {what}", np.ones(s.case.R, bool), got, axes("rank"))
 
 
-@check("U1", "dispatch", needs="digest")
+@check("U1", "dispatch")
 def dispatch_inputs(s: Step) -> Iterator[Compared]:
-    """Dispatch leaves its inputs as they are"""
+    """Dispatch leaves its inputs as they are, every field of a plan that it replays too"""
     yield from unchanged_inputs(s, "dispatch")

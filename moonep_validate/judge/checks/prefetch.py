@@ -120,7 +120,7 @@ def empty_plan_returns(s: Step) -> Iterator[Compared]:
     yield differ("prefetch returned", np.ones(s.case.R, bool), done, axes("rank"))
 
 
-@check("U2", "prefetch", needs="digest")
+@check("U2", "prefetch")
 def prefetch_inputs(s: Step) -> Iterator[Compared]:
-    """Prefetch leaves the owners' weights as they are"""
+    """Prefetch leaves the owners' weights as they are, and every field of the plan"""
     yield from unchanged_inputs(s, "prefetch")

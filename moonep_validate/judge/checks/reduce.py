@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from moonep_validate.data.problem import PROJECTIONS
-from moonep_validate.judge.checks import Compared, axes, differ, differ_bits
+from moonep_validate.judge.checks import Compared, axes, differ, differ_bits, unchanged_inputs
 from moonep_validate.judge.facts import Absent, Step, tally
 from moonep_validate.judge.registry import check
 
@@ -48,6 +48,12 @@ def slots_cleared(s: Step) -> Iterator[Compared]:
                 after,
                 axes("rank", "group", "weight_row", "weight_column"),
             )
+
+
+@check("U4", "reduce")
+def reduce_inputs(s: Step) -> Iterator[Compared]:
+    """Reducing gradients leaves every field of the plan as it is"""
+    yield from unchanged_inputs(s, "reduce")
 
 
 @check("R3", "reduce", needs="full")

@@ -163,6 +163,10 @@ class Slots:
         """Of rows in an order of their own: all experts in it, ``[E, ...]``."""
         return self._store[name][: self.case.E] if self._rows else None
 
+    def readable(self, name: str) -> Tensor | None:
+        """What a rank may read beside its own experts: those of all ranks in A, ``[E, ...]``."""
+        return self._store[name][: self.case.E] if self.needs_all_experts else None
+
     def plan(self, plan: BufferPlan) -> BufferPlan:
         """The plan that prefetch is given: with row numbers in place of expert ids where the two differ."""
         if not self._rows:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moonep_validate.data.problem import Batch
 from moonep_validate.sessions.protocols import Dispatched, MoonEPBuffer
+from moonep_validate.subjects.buffer.plan import plan_tensors
 
 if TYPE_CHECKING:
     from moonep_validate.subjects.buffer.composed import ComposedSession
@@ -77,7 +78,7 @@ class Captured:
             self.graph.replay()
             call.put(hidden=self.hidden, topk_weights=self.route_weights, topk_ids=rig.here(rig.batch()).topk_ids)
             call.put(rows=results["rows"], row_weights=results["row_weights"], cu_seqlens=self.sent.cu_seqlens)
-            call.put(**self.session.plan_tensors(self.sent.plan))
+            call.put(**plan_tensors(self.sent.plan))
             call.unchanged(hidden=batch.hidden, topk_weights=batch.topk_weights)
         with rig.recorder.call(step, "combine", graph=True, repeat=0) as call:
             call.put(rows=results["out"], row_weights=results["row_weights"])

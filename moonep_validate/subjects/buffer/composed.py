@@ -37,19 +37,11 @@ from moonep_validate.sessions.rig import Rig
 from moonep_validate.subjects import experts
 from moonep_validate.subjects.buffer.api import Gradients, Slots, make_buffer
 from moonep_validate.subjects.buffer.captured import Captured, in_capture
+from moonep_validate.subjects.buffer.plan import plan_inputs, plan_tensors
 from moonep_validate.trace.keep import sampled_rows
 from moonep_validate.trace.trace import Call
 from moonep_validate.worlds.comm import CollectiveError
 
-PLAN_FIELDS = (
-    "dst",
-    "experts_to_copy",
-    "zero_fill_ranges",
-    "remote_stats",
-    "dup_groups",
-    "dup_loffs",
-    "dup_counts",
-)
 _ACTIVATION_OF: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"moe": swiglu, "k3": situ}
 
 
@@ -198,10 +190,13 @@ class ComposedSession:
         with self.rig.recorder.call(step, "dispatch", **given, **flags) as call:
             call.put(hidden=batch.hidden, topk_ids=batch.topk_ids)
             call.put(topk_weights=batch.topk_weights if route_weights else None)
+            plan = replay.plan if replay else None
+            call.hold(**plan_inputs(plan))
             sent = self._dispatch(call, batch, replay, route_weights, flags)
             call.put(rows=sent.rows, row_weights=sent.row_weights, cu_seqlens=sent.cu_seqlens)
-            call.put(**self.plan_tensors(sent.plan))
+            call.put(**plan_tensors(sent.plan))
             call.unchanged(hidden=batch.hidden, topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
+            call.unchanged(**plan_inputs(plan))
             view = getattr(self.buffer, "hidden_nvsh_buffer_view", None)
             call.info["is_view"] = None if view is None else sent.rows.data_ptr() == view.data_ptr()
             self._note_leases(call)
@@ -213,7 +208,9 @@ class ComposedSession:
         weights = batch.topk_weights if route_weights else None
         if replay is None:
             counts = batch.topk_ids.flatten().bincount(minlength=self.case.E).int()
+            call.hold(tokens_per_expert=counts)
             out = self._call["dispatch"](batch.hidden, weights, batch.topk_ids, counts, **flags)
+            call.unchanged(tokens_per_expert=counts)
         else:
             out = self._call["dispatch"](batch.hidden, weights, plan=replay.plan, **flags)
         promised = 5 if flags.get("async_finish") else 4
@@ -244,11 +241,15 @@ class ComposedSession:
             guards = {f"gap_{name}": weights.guards(name) for name in weights.names} if weights.gap else {}
             call.put(**{f"before_{name}": guard for name, guard in guards.items()})
             flags = {"async_finish": True} if async_finish else {}
-            event = self._call["prefetch_weight"](weights.plan(plan), **weights.prefetch_arguments(), **flags)
+            given = weights.plan(plan)
+            read = {f"full_{name}": weights.readable(name) for name in weights.names}
+            call.hold(**read, **plan_inputs(given))
+            event = self._call["prefetch_weight"](given, **weights.prefetch_arguments(), **flags)
             if async_finish:
                 self._wait(event)
             call.put(**{f"slot_{name}": weights.slots(name) for name in weights.names}, **guards)
-            call.unchanged(**{f"local_{name}": weights.local(name) for name in weights.names}, **sources)
+            call.unchanged(**{f"local_{name}": weights.local(name) for name in weights.names})
+            call.unchanged(**read, **plan_inputs(given))
         if leases := getattr(self.buffer, "leases", None):
             self._slots_of[step] = leases.turns["slots"]
 
@@ -352,23 +353,21 @@ class ComposedSession:
         """
         with self.rig.recorder.call(step, "combine", repeat=repeat, **flags) as call:
             call.put(rows=rows, row_weights=sent.row_weights)
+            call.hold(**plan_inputs(sent.plan))
             with self._leased(step, sent):
                 out = self._call["combine"](sent.plan, rows, sent.row_weights, **flags)
             if flags.get("async_finish"):
                 self._wait(out[2])
             call.put(topk_weights=out[1])
             call.keep(hidden=out[0])
-            if flags.get("zero_copy"):
+            if flags.get("zero_copy"):  # the rows change by contract
                 call.put(after_rows=rows)
-            if not flags.get("zero_copy"):
-                call.unchanged(rows=rows, row_weights=sent.row_weights)
+            else:
+                call.unchanged(rows=rows)
+            call.unchanged(row_weights=sent.row_weights, **plan_inputs(sent.plan))
             self._note_leases(call)
         result: Tensor = out[0]
         return result
-
-    def plan_tensors(self, plan: BufferPlan) -> dict[str, Tensor]:
-        """The tensors of a plan, by field."""
-        return {name: getattr(plan, name) for name in PLAN_FIELDS}
 
     def capture(self, step: str, sent: Dispatched) -> Captured:
         """Capture a pass by the plan of an earlier dispatch in a CUDA graph; collective."""
@@ -386,7 +385,9 @@ class ComposedSession:
             for name in PROJECTIONS:
                 call.put(**{f"local_{name}": grads.local(name), f"slot_{name}": grads.slots(name)})
                 call.put(**{f"full_{name}": grads.full[name]})
+            call.hold(**plan_inputs(plan))
             self._call["reduce_grad"](plan, **grads.arguments())
+            call.unchanged(**plan_inputs(plan))
             for name in PROJECTIONS:
                 call.put(**{f"after_local_{name}": grads.local(name), f"after_slot_{name}": grads.slots(name)})
                 call.put(**{f"after_full_{name}": grads.full[name]})

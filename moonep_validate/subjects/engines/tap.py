@@ -18,7 +18,7 @@ from torch import Tensor
 from moonep_validate.data.problem import PROJECTIONS, Batch
 from moonep_validate.sessions.protocols import Dispatched
 from moonep_validate.sessions.rig import Rig
-from moonep_validate.subjects.buffer.composed import PLAN_FIELDS
+from moonep_validate.subjects.buffer.plan import plan_inputs, plan_tensors
 
 
 class Injected(RuntimeError):
@@ -90,11 +90,14 @@ class Tap:
         self.dispatches += 1
         with self.rig.recorder.call(self.step, "dispatch") as call:
             call.put(hidden=hidden, topk_ids=ids, topk_weights=weights, tokens_per_expert=counts)
+            given = flags.get("plan")
+            call.hold(**plan_inputs(given))
             out = self._around("buffer.dispatch", function)(hidden, weights, ids, counts, **flags)
             rows, row_weights, cu_seqlens, plan = out[:4]
             call.put(rows=rows, row_weights=row_weights, cu_seqlens=cu_seqlens)
-            call.put(**{name: getattr(plan, name) for name in PLAN_FIELDS})
-            call.unchanged(hidden=hidden, topk_ids=ids, topk_weights=weights)
+            call.put(**plan_tensors(plan))
+            call.unchanged(hidden=hidden, topk_ids=ids, topk_weights=weights, tokens_per_expert=counts)
+            call.unchanged(**plan_inputs(given))
         self.sent = Dispatched(rows, row_weights, cu_seqlens, plan)
         self.rig.poison(rows[self.sent.end :])
         return out
@@ -111,9 +114,12 @@ class Tap:
                 self.rig.poison(tensor[slots])
                 call.put(**{f"local_{name}": tensor[own], f"before_{name}": tensor[slots]})
             call.put(experts_to_copy=plan.experts_to_copy)
+            read = {f"full_{name}": tensor[: case.E] for name, tensor in self.full.items()}
+            call.hold(**read, **plan_inputs(plan))
             out = self._around("buffer.prefetch_weight", function)(plan, **arguments)
             call.put(**{f"slot_{name}": tensor[slots] for name, tensor in self.full.items()})
             call.unchanged(**{f"local_{name}": tensor[own] for name, tensor in self.full.items()})
+            call.unchanged(**read, **plan_inputs(plan))
         if self.mark:
             self.full["down"][slots].neg_()
         return out
@@ -150,9 +156,11 @@ class Tap:
         with recorder.call(self.step, "combine") as call:
             call.info["same_plan"] = self.sent is not None and plan is self.sent.plan
             call.put(rows=hidden_nvsh, row_weights=route_weights_nvs)
+            call.hold(**plan_inputs(plan))
             out = self._around("buffer.combine", function)(plan, hidden_nvsh, route_weights_nvs, **flags)
             call.put(hidden=out[0], topk_weights=out[1])
-            call.unchanged(rows=hidden_nvsh)
+            call.unchanged(rows=None if flags.get("zero_copy") else hidden_nvsh)
+            call.unchanged(row_weights=route_weights_nvs, **plan_inputs(plan))
         return out
 
 
