@@ -34,6 +34,8 @@ _MODULES = (
     "engine_layer",
     "k3",
     "relations",
+    "form",
+    "inputs",
 )
 SEAMS = (
     "buffer.construct",

@@ -85,13 +85,6 @@ def _(call: Next, rows: Tensor, row_weights: Tensor, cu_seqlens: Tensor, weights
     return out
 
 
-@fault("output-in-float32", on="experts", stage="experts", bugs="K15")
-def _(call: Next, *args: Any) -> Any:
-    """One rank returns its rows as float32."""
-    out = call(*args)
-    return out.float()
-
-
 @fault("weights-of-first-call", on="experts", stage="experts", bugs="K21 K22 K23")
 def _(call: Next, rows: Tensor, row_weights: Tensor, cu_seqlens: Tensor, weights: Any) -> Any:
     """One rank computes with the weights, slots included, that it saw first, as a captured graph would."""

@@ -110,21 +110,6 @@ def _(call: Next, *args: Any, **kwargs: Any) -> Any:
     return _with_plan(result, dup_counts=(counts - 1).clamp(min=0))
 
 
-@fault("plan-of-int64", on="buffer.dispatch", stage="plan", bugs="K15")
-def _(call: Next, *args: Any, **kwargs: Any) -> Any:
-    """Dst is int64."""
-    result = call(*args, **kwargs)
-    return _with_plan(result, dst=result[3].dst.long())
-
-
-@fault("plan-not-contiguous", on="buffer.dispatch", stage="plan", bugs="K20")
-def _(call: Next, *args: Any, **kwargs: Any) -> Any:
-    """Dst is every second element of a larger tensor."""
-    result = call(*args, **kwargs)
-    dst = result[3].dst
-    return _with_plan(result, dst=dst.repeat_interleave(2)[::2])
-
-
 @fault("groups-dealt-evenly", on="buffer.dispatch", stage="plan", bugs="K13 B46")
 def _(call: Next, *args: Any, **kwargs: Any) -> Any:
     """One rank's cu_seqlens deal its rows evenly to all groups, whatever the plan says."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moonep_validate.trace.trace import Trace
-from tests.self.corruptions import CASE_A, GRADS, K3, REAL, VARIANTS, Change, Corruption, call, tensor
+from tests.self.corruptions import CASE_A, GRADS, K3, REAL, VARIANTS, Change, Corruption, call, info, tensor
 from tests.self.corruptions_experts import MXFP4, POOLS_A
 
 
@@ -56,6 +56,20 @@ _HOW = {
 }
 
 FORMS = [
+    Corruption(
+        "U4",
+        "reduce",
+        "what reduce changed of its inputs at rank 1: expected nothing, got plan.dst",
+        info("reduce", "changed", ["plan.dst"], "reduce"),
+        GRADS,
+    ),
+    Corruption(
+        "U1",
+        "dispatch",
+        "at rank 1: expected nothing, got plan.dst",
+        info("dispatch", "changed", ["plan.dst"], "replay"),
+        VARIANTS,
+    ),
     Corruption(
         "O1",
         "plan",

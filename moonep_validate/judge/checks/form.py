@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from moonep_validate.judge.checks import Compared
 from moonep_validate.judge.facts import Absent, Step
@@ -48,8 +49,11 @@ def _forms_of(stage: str) -> Callable[[Step], Iterator[Compared]]:
     return forms
 
 
+#: No result of a Buffer or of the experts is judged there.
+_OF_CALLERS = ("load", "prepare", "prefetch", "layer", "reduce")
 _OF = {"prepare": "what is given to dispatch", "plan": "the plan", "dispatch": "the dispatched rows"}
 
 for _stage, _id in IDS.items():
     _promise = f"Every tensor of {_OF.get(_stage, _stage)} has the promised shape, dtype, device and layout"
-    register(Check(_id, f"{_stage}-form", _stage, "law", _promise, _forms_of(_stage), about_form=True))
+    _record = Check(_id, f"{_stage}-form", _stage, "law", _promise, _forms_of(_stage), about_form=True)
+    register(replace(_record, about_callers=_stage in _OF_CALLERS))

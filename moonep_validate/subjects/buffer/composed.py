@@ -191,10 +191,11 @@ class ComposedSession:
             call.put(hidden=batch.hidden, topk_ids=batch.topk_ids)
             call.put(topk_weights=batch.topk_weights if route_weights else None)
             plan = replay.plan if replay else None
+            call.put(**{} if plan is None else plan_tensors(plan))  # of a replay, the plan is what it was given
             call.hold(**plan_inputs(plan))
             sent = self._dispatch(call, batch, replay, route_weights, flags)
             call.put(rows=sent.rows, row_weights=sent.row_weights, cu_seqlens=sent.cu_seqlens)
-            call.put(**plan_tensors(sent.plan))
+            call.put(**plan_tensors(sent.plan) if plan is None else {})
             call.unchanged(hidden=batch.hidden, topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
             call.unchanged(**plan_inputs(plan))
             view = getattr(self.buffer, "hidden_nvsh_buffer_view", None)
