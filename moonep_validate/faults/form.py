@@ -70,16 +70,16 @@ def _(call: Next, *args: Any, how: str = "wide") -> Any:
     return _HOW[how](call(*args))
 
 
-@fault(
-    "combine-form",
-    on="buffer.combine",
-    stage="combine",
-    bugs="K15 K20",
-    words={"tensor": ("hidden", "topk_weights"), "how": tuple(_HOW)},
-)
-def _(call: Next, *args: Any, tensor: str = "hidden", how: str = "wide", **kwargs: Any) -> Any:
-    """One rank's combined tokens, or the route weights that came back, have another form."""
-    return _changed(call(*args, **kwargs), ("hidden", "topk_weights").index(tensor), how)
+@fault("combine-form", on="buffer.combine", stage="combine", bugs="K15 K20", words={"how": tuple(_HOW)})
+def _(call: Next, *args: Any, how: str = "wide", **kwargs: Any) -> Any:
+    """One rank's combined tokens have another form."""
+    return _changed(call(*args, **kwargs), 0, how)
+
+
+@fault("gathered-weights-form", on="buffer.combine", stage="combine", bugs="K15 K20", words={"how": tuple(_HOW)})
+def _(call: Next, *args: Any, how: str = "wide", **kwargs: Any) -> Any:
+    """The route weights that come back to one rank have another form."""
+    return _changed(call(*args, **kwargs), 1, how)
 
 
 def _of_the_model(stage: str, *tensors: str) -> None:

@@ -126,6 +126,7 @@ NO_ENGINE_DOES = {
     "scales-left-behind": "prefetches scales",
     "combine-applies-weights": "gives combine route weights",
     "gathered-weights-shifted": "gives combine route weights",
+    "gathered-weights-form": "gives combine route weights",
     "bad-input-accepted": "gives dispatch another dtype",
 }
 

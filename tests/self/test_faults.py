@@ -51,6 +51,7 @@ KILLED_BY = {
     "rows-form": ("failed", "O4", PLAIN),
     "experts-form": ("failed", "P3", PLAIN),
     "combine-form": ("failed", "O6", PLAIN),
+    "gathered-weights-form": ("failed", "O6", PLAIN),
     "router-form": ("failed", "O9", K3),
     "latent-form": ("failed", "O10", K3),
     "norm-form": ("failed", "O11", K3),

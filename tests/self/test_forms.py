@@ -12,8 +12,10 @@ from moonep_validate.cases.case import Case
 from moonep_validate.faults import FAULTS
 from moonep_validate.judge.checks import axes, differ, differ_bits
 from moonep_validate.judge.facts import Malformed, Step
-from moonep_validate.pipeline.job import Job, Options, make_job
+from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.judge import judge
+from moonep_validate.pipeline.make import make_job
+from moonep_validate.pipeline.options import Options
 from moonep_validate.pipeline.record import record
 from moonep_validate.pipeline.run import run_case
 from moonep_validate.trace.keep import LEVELS
@@ -65,11 +67,11 @@ def test_another_form_or_a_changed_plan_is_found_at_its_stage_on_its_rank(text: 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_noted_form_is_judged_whatever_is_recorded(level: str) -> None:
-    job = Job(faults=job_with("combine-form:how=short").faults, keep=level, deadline=0.5)
+    job = Job(faults=job_with("combine-form:how=short").faults, recording=level, deadline=0.5)
     verdict = run_case(job, CASE)[1]
     assert verdict.first is not None
     assert (verdict.first.check, verdict.first.findings[0].place) == ("O6", {"rank": 1}), verdict.diagnosis
-    assert run_case(Job(keep=level), CASE)[1].ok
+    assert run_case(Job(recording=level), CASE)[1].ok
 
 
 @pytest.mark.parametrize("generation", ["A", "B"])
