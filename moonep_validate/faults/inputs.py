@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from moonep_validate.faults import Next, fault
 from moonep_validate.faults.form import PLAN
 
@@ -15,7 +17,8 @@ def _changes_plan(id: str, seam: str, stage: str) -> None:
         plan = kwargs.get("plan", args[0] if stage != "dispatch" else None)
         result = call(*args, **kwargs)
         if plan is not None:
-            getattr(plan, field).flatten()[0] += 1
+            first = getattr(plan, field).flatten()[:1]
+            first += torch.where(first > 0, -1, 1)
         return result
 
     around.__doc__ = f"One rank's {stage} changes a field of the plan that it is given."

@@ -335,7 +335,7 @@ class Pool:
             pages = [int(Path(f"/proc/{worker.pid}/statm").read_text().split()[1]) for worker in self.workers]
         except (OSError, ValueError, IndexError):
             return 0
-        return max(pages) * os.sysconf("SC_PAGE_SIZE")
+        return max(pages, default=0) * os.sysconf("SC_PAGE_SIZE")
 
     @property
     def aged(self) -> bool:

@@ -70,8 +70,7 @@ def run_check(check: Check, step: Step, trace: Trace) -> Result:
         reason = f"it needs --record {check.needs}, the recorder kept {trace.keep}"
         return Result(**result, status="not_applicable", reason=reason)
     try:
-        assert check.function is not None
-        compared = list(check.function(step))
+        compared = _compared(check, step)
     except Absent as absent:
         return Result(**result, status="not_applicable", reason=str(absent))
     except Undecided as undecided:
@@ -89,6 +88,19 @@ def run_check(check: Check, step: Step, trace: Trace) -> Result:
 def unmet(*steps: Step) -> str:
     """The status where a tap is missing: neutral only if F1 says that a call of these steps did not return."""
     return "not_run" if any(step.stopped for step in steps) else "unknown"
+
+
+def _compared(check: Check, step: Step) -> list[Compared]:
+    """All comparisons of a check; a finding stays one, although another rank's tap is missing."""
+    assert check.function is not None
+    compared: list[Compared] = []
+    try:
+        for one in check.function(step):
+            compared.append(one)
+    except Missing:
+        if not any(one.findings for one in compared):
+            raise
+    return compared
 
 
 Place = Callable[[tuple[int, ...]], Mapping[str, int]]
@@ -147,13 +159,14 @@ def differ_beyond(
 
 def unchanged_inputs(s: Step, op: str) -> Iterator[Compared]:
     """The inputs of each rank after the call with those before, every field of a plan among them."""
-    for rank, call in enumerate(s.calls(op)):
-        if "changed" not in call.info:
-            raise Missing(f"rank {rank} did not finish {op} in step {s.name!r}")
+    finished = {rank: call for rank, call in enumerate(s.calls(op)) if "changed" in call.info}
+    for rank, call in finished.items():
         changed = ", ".join(call.info["changed"]) or "nothing"
         what = f"what {op} changed of its inputs"
         compared = differ(what, ["nothing"], [changed], lambda i: {"rank": rank})  # noqa: B023
         yield replace(compared, examined=len(call.info.get("inputs", [])))
+    if lost := [rank for rank in range(s.case.R) if rank not in finished]:
+        raise Missing(f"rank {lost[0]} did not finish {op} in step {s.name!r}")
 
 
 def axes(*names: str) -> Place:
