@@ -123,13 +123,13 @@ class Fault:
     @property
     def texts(self) -> list[str]:
         """How the catalogue seeds it: by its bare id, then with each word of each parameter."""
-        choices = [
-            ["", *(f"{name}={word}" for word in words if word != self.defaults[name])]
+        changes = [
+            f"{name}={word}"
             for name, words in self.words.items()
-            if name != "rank" or not self.alone
+            for word in words
+            if word != self.defaults[name] and not (name == "rank" and self.alone)
         ]
-        chosen = (",".join(filter(None, one)) for one in itertools.product(*choices))
-        return [f"{self.id}:{text}" if text else self.id for text in chosen]
+        return [self.id, *(f"{self.id}:{change}" for change in changes)]
 
 
 FAULTS: dict[str, Fault] = {}

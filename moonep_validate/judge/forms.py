@@ -134,7 +134,7 @@ def _misfit(op: str, form: Form | None, name: str, call: Call, keep: Keep) -> Mi
 
 def _unnoted(op: str, form: Form | None, name: str, call: Call) -> Misfit | None:
     """A tensor whose form was not noted: it was not returned, or somebody else put it into the trace."""
-    if name in call.tensors and not (op == "experts" and name in _SAMPLE):
+    if call.done and name in call.tensors and not (op == "experts" and name in _SAMPLE):
         return Misfit(str(form) if form else "no such tensor", "a tensor whose form was not noted")
     missed = form is not None and form.needed and call.done and not call.error
     return Misfit(str(form), "nothing") if missed else None
