@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 
 from moonep_validate.cases.case import Case
+from moonep_validate.doors.cli.main import app
 from moonep_validate.faults import FAULTS
 from moonep_validate.judge.checks import CHECKS
 from moonep_validate.judge.verdict import EXIT_CODES
@@ -70,6 +72,33 @@ def test_readme_commands_run(command: str, cli: Callable[..., tuple[int, str, st
     assert code == (1 if "--fault" in command else 0), err
     if "--fault" in command:
         assert f"reproduce: {command}" in out
+
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_commands_in_documents_have_only_known_options() -> None:
+    group = typer.main.get_group(app)
+    tried = 0
+    for path in DOCUMENTS:
+        for line in re.findall(r"^\$ moonep-validate (.*)", path.read_text(), flags=re.MULTILINE):
+            name, *arguments = shlex.split(line, comments=True)
+            command = group.commands[name]
+            command.make_context(name, arguments)  # raises for an option that there is not
+            tried += 1
+    assert tried > 30
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for path in DOCUMENTS:
+        text = path.read_text()
+        for target in re.findall(r"\]\(([^):]+)\)", text):
+            name, _, heading = target.partition("#")
+            assert not name or (path.parent / name).exists(), f"{path.name} links to {target}, which is not there"
+            titles = [
+                re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in re.findall(r"^#+ (.*)", text, re.M)
+            ]
+            assert not heading or name or heading in titles, f"{path.name} links to {target}, which is no heading"
 
 
 def test_readme_names_the_tox_environments() -> None:
