@@ -1,77 +1,49 @@
 """Is a checkpoint of MXFP4 experts whole and plausible? Reads one in bounded memory and says what is wrong.
 
-Headers first: names, shapes and dtypes against the config. Then the content, in slices of a few MiB: scale byte
-0xFF, zero and constant matrices, experts with the same bytes. What cannot be read at all is a ``CheckpointError``;
-what can be read and is wrong is a ``Finding`` with an id of docs/formats.md.
+Heads first: names, shapes and dtypes against the config. Then the content (``plausible``). What cannot be read at
+all is a ``CheckpointError``; what can be read and is wrong is a ``Finding`` with an id of docs/formats.md.
+
+A name is a root, then a tensor of an expert. Loaders of engines look at the end of a name, so a tensor that is
+under two roots (a draft model's, a second copy) is a finding, and each root is judged by itself: what is right
+under one says nothing of another.
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from moonep_validate.cases.limits import MAX_RANKS
-from moonep_validate.formats import FormatError, mxfp4
-from moonep_validate.formats.kimi_k3 import PARTS, ROLES, ExpertTensor, Geometry
-from moonep_validate.tools.config import CheckpointError, read_config, read_json, refuse_pointer
-from moonep_validate.trace.schema import one_line, shown
-
-INDEX = "model.safetensors.index.json"
-#: Bytes of a tensor that are in memory at a time.
-PIECE = 4 * 2**20
-_NAME = re.compile(r"\w[\w.-]{0,199}")
-
-_SIZES = {
-    "U8": 1,
-    "I8": 1,
-    "F8_E8M0": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "BOOL": 1,
-    "BF16": 2,
-    "F16": 2,
-    "I16": 2,
-    "U16": 2,
-}
-_SIZES |= {"F32": 4, "I32": 4, "U32": 4, "F64": 8, "I64": 8, "U64": 8}
+from moonep_validate.formats import FormatError
+from moonep_validate.formats.kimi_k3 import PARTS, PREFIX, ROLES, ExpertTensor, Geometry
+from moonep_validate.tools import plausible
+from moonep_validate.tools.config import CheckpointError, other_quantization, read_config
+from moonep_validate.tools.shards import Finding, Header, open_shard, read_headers
 
 
-class Finding(NamedTuple):
-    """Something wrong in a readable checkpoint.
+class Stored(NamedTuple):
+    """One expert tensor in one file.
 
     Attributes:
-        id: the invariant of docs/formats.md.
-        where: a tensor, or an expert.
-        message: what was expected and what is there.
+        root: what its name begins with.
+        copy: 0, or its number among further files that hold the same name.
     """
 
-    id: str
-    where: str
-    message: str
-
-
-class Header(NamedTuple):
-    """What a file says about a tensor, without its data."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
+    root: str
+    tensor: ExpertTensor
+    name: str
+    header: Header
+    copy: int = 0
 
     @property
-    def nbytes(self) -> int:
-        """Its size; 0 for a dtype that we do not know."""
-        return prod(self.shape) * _SIZES.get(self.dtype, 0)
+    def where(self) -> str:
+        """Its name, with the file of a further copy."""
+        return f"{self.name} in {self.header.file.name}" if self.copy else self.name
 
 
 @dataclass
@@ -91,10 +63,33 @@ class Report:
     content: bool = False
 
     @cached_property
+    def stored(self) -> list[Stored]:
+        """Every expert tensor under the one spelling of its name, further copies included."""
+        parsed = [(ExpertTensor.parse(name), name, header) for name, header in self.headers.items()]
+        return [
+            Stored(found[1], found[0], name, one, copy)
+            for found, name, header in parsed
+            if found and found[0].name(found[1]) == name
+            for copy, one in enumerate((header, *header.copies))
+        ]
+
+    @cached_property
+    def roots(self) -> dict[str, dict[ExpertTensor, str]]:
+        """Root -> its expert tensors and their names; the model's own root first.
+
+        That is the release's if it has experts, else the one with the most tensors that the config asks for.
+        """
+        found: dict[str, dict[ExpertTensor, str]] = defaultdict(dict)
+        for one in self.stored:
+            found[one.root][one.tensor] = one.name
+        layers = self.geometry.layers
+        asked = {root: sum(one.layer in layers for one in tensors) for root, tensors in found.items()}
+        return {root: found[root] for root in sorted(found, key=lambda root: (root != PREFIX, -asked[root], root))}
+
+    @cached_property
     def experts(self) -> dict[ExpertTensor, str]:
-        """The expert tensors and their names in the files."""
-        parsed = ((ExpertTensor.parse(name), name) for name in self.headers)
-        return {found[0]: name for found, name in parsed if found}
+        """The expert tensors of the model's own root and their names in the files."""
+        return next(iter(self.roots.values()), {})
 
     def rank_bytes(self, ep: int) -> list[int]:
         """Bytes of routed experts per rank, experts dealt out contiguously.
@@ -147,78 +142,6 @@ def refuse_ranks(ep: int, experts: int) -> None:
 Progress = Callable[[int, int, str], None]
 
 
-def read_headers(folder: Path) -> tuple[dict[str, Header], list[Finding]]:
-    """Every tensor of the folder's safetensors files; the index is held against them.
-
-    Raises:
-        CheckpointError: for no files, a bad index, a missing or damaged shard.
-    """
-    index = folder / INDEX
-    listed: dict[str, str] = {}
-    if index.exists():
-        listed = _weight_map(index)
-    files = sorted(set(listed.values())) or sorted(path.name for path in folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{folder} holds no safetensors file and no {INDEX}")
-    found: list[Finding] = []
-    headers: dict[str, Header] = {}
-    for file in files:
-        for name, header in _shard(folder / file).items():
-            if name in headers:
-                found.append(Finding("Y10", name, f"is in {headers[name].file.name} and again in {file}"))
-            headers[name] = header
-    return headers, found + _against_index(listed, headers)
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor names and the files beside the index that hold them, all of which are there."""
-    listed = read_json(index).get("weight_map")
-    if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
-        raise CheckpointError(f"{index}: no weight_map from tensor names to files")
-    files = sorted(set(listed.values()))
-    if outside := [file for file in files if not _NAME.fullmatch(file)]:
-        raise CheckpointError(f"{index} names {shown(outside[0])}, which is no file name")
-    if absent := [file for file in files if not (index.parent / file).is_file()]:
-        many = f"{len(absent)} of {len(files)} files that are not there: " if len(absent) > 1 else ""
-        what = ", ".join(absent) if many else f"{absent[0]}, which is not there"
-        raise CheckpointError(f"{index} names {many}{what}; --headers-only reads the head of every file too")
-    return listed
-
-
-def _shard(path: Path) -> dict[str, Header]:
-    with _open(path) as opened:
-        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
-        return {name: Header(path, one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
-
-
-def _open(path: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
-    with path.open("rb") as file:
-        refuse_pointer(path, file.read(100))
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        size = path.stat().st_size
-        raise CheckpointError(f"{path} ({size} bytes) is damaged or cut short: {one_line(str(error))}") from None
-
-
-def _against_index(listed: Mapping[str, str], headers: Mapping[str, Header]) -> list[Finding]:
-    if not listed:
-        return []
-    absent = [
-        Finding("Y10", name, f"is in the index but not in {listed[name]}")
-        for name in listed
-        if name not in headers
-    ]
-    extra = [
-        Finding("Y10", name, f"is in {header.file.name} but not in the index, so loaders skip it")
-        for name, header in headers.items()
-        if name not in listed
-    ]
-    return absent + extra
-
-
 def inspect(folder: Path, content: bool = True, progress: Progress | None = None) -> Report:
     """Inspect a checkpoint.
 
@@ -238,35 +161,81 @@ def inspect(folder: Path, content: bool = True, progress: Progress | None = None
             f"{folder}: none of its {len(headers)} tensors is a routed expert; names look like "
             f"{ExpertTensor(1, 0, 'w1', PARTS[0]).name()}, the first here is {next(iter(headers), 'none')}"
         )
-    report.findings += [*_completeness(report), *_shapes(report)]
+    report.findings += [
+        *(Finding("Y11", "config.json", text) for text in other_quantization(folder)),
+        *_misspelled(report),
+        *_shared(report),
+        *_completeness(report),
+        *_shapes(report),
+    ]
     if content:
         report.findings += _content(report, progress or (lambda done, total, name: None))
         report.content = True
     return report
 
 
+def _misspelled(report: Report) -> Iterator[Finding]:
+    """Names that read as a tensor's and are not its own: leading zeros."""
+    for name in report.headers:
+        if (found := ExpertTensor.parse(name)) and (own := found[0].name(found[1])) != name:
+            there = "which is there too" if own in report.headers else "which is not there"
+            yield Finding("Y10", name, f"is a second name of {own}, {there}; a loader may take either")
+
+
+def _shared(report: Report) -> Iterator[Finding]:
+    """Roots that hold a tensor of a root before them, and layers that are under another root only."""
+    (first, own), *others = report.roots.items()
+    held = dict.fromkeys(own, first)
+    for root, tensors in others:
+        again = Counter(held[tensor] for tensor in tensors if tensor in held)
+        for other, count in again.items():
+            yield Finding(
+                "Y10",
+                f"root {root}",
+                f"{count} tensors of its experts are under root {other} too; a loader that goes by the end of a "
+                "name takes the last",
+            )
+        for layer in sorted({one.layer for one in tensors} & set(report.geometry.layers)):
+            if not any(one.layer == layer for one in held):
+                yield Finding("Y10", f"layer {layer}", f"is under root {root} only, the model's root is {first}")
+        held |= {tensor: root for tensor in tensors if tensor not in held}
+
+
 def _completeness(report: Report) -> Iterator[Finding]:
-    """Missing and extra experts and tensors; a whole expert is one finding, neighbours are one line."""
-    have, geometry = set(report.experts), report.geometry
+    """Missing and extra experts and tensors; a whole expert is one finding, neighbours are one line.
+
+    Each root is held against the config in the layers that it has; a layer that no root has is missing.
+    """
+    there = {one.tensor.layer for one in report.stored}
+    for number, (root, tensors) in enumerate(report.roots.items()):
+        under = f" under {root}" if number else ""
+        layers = {one.layer for one in tensors} | (set() if number else set(report.geometry.layers) - there)
+        yield from _missing(report.geometry, set(tensors), layers, under)
+        yield from _extra(report.geometry, set(tensors), under)
+
+
+def _missing(geometry: Geometry, have: set[ExpertTensor], layers: set[int], under: str) -> Iterator[Finding]:
     parts: dict[tuple[int, int], list[str]] = defaultdict(list)
     for tensor in geometry.tensors():
-        if tensor not in have:
+        if tensor.layer in layers and tensor not in have:
             parts[tensor.layer, tensor.expert].append(f"{tensor.matrix}.{tensor.part}")
     whole = [place for place, names in parts.items() if len(names) == len(ROLES) * len(PARTS)]
     for layer, experts in _by_layer(whole):
-        yield Finding(
-            "Y10", f"layer {layer}", f"{_named(experts)} missing; the config says {geometry.num_experts}"
-        )
+        text = f"{_named(experts)} missing; the config says {geometry.num_experts}"
+        yield Finding("Y10", f"layer {layer}{under}", text)
     for (layer, expert), names in parts.items():
         if len(names) < len(ROLES) * len(PARTS):
-            yield Finding("Y10", f"layer {layer}, expert {expert}", f"has no {', '.join(names)}")
+            yield Finding("Y10", f"layer {layer}, expert {expert}{under}", f"has no {', '.join(names)}")
+
+
+def _extra(geometry: Geometry, have: set[ExpertTensor], under: str) -> Iterator[Finding]:
     extra = {
         (t.layer, t.expert) for t in have if t.expert >= geometry.num_experts or t.layer not in geometry.layers
     }
     for layer, experts in _by_layer(extra):
         yield Finding(
             "Y10",
-            f"layer {layer}",
+            f"layer {layer}{under}",
             f"{_named(experts)} too many; the config has {geometry.num_experts} experts in layers "
             f"{geometry.layers[0]} to {geometry.layers[-1]}",
         )
@@ -292,100 +261,48 @@ def _named(experts: list[int]) -> str:
 
 
 def _shapes(report: Report) -> Iterator[Finding]:
-    for tensor, name in report.experts.items():
-        header, want = report.headers[name], report.geometry.shape(tensor)
+    for one in report.stored:
+        tensor, header, want = one.tensor, one.header, report.geometry.shape(one.tensor)
         if header.shape != want:
             rows, columns = report.geometry.matrix(tensor.matrix)
             transposed = "; this is its transpose" if header.shape == want[::-1] else ""
             yield Finding(
                 "Y11",
-                name,
+                one.where,
                 f"shape is {list(header.shape)}, the config's {tensor.matrix} [{rows}, {columns}] needs "
                 f"{list(want)}{transposed}",
             )
         if header.dtype != "U8":
             loss = "; a loader that copies values, not bytes, gets other scales" if tensor.part == PARTS[1] else ""
-            yield Finding("Y11", name, f"dtype is {header.dtype}, expected U8{loss}")
-
-
-class _Tensor(NamedTuple):
-    """What is kept of a tensor's data: its digest, its smallest and largest byte, whether every code is zero."""
-
-    digest: bytes
-    low: int
-    high: int
-    zero: bool
+            yield Finding("Y11", one.where, f"dtype is {header.dtype}, expected U8{loss}")
 
 
 def _content(report: Report, progress: Progress) -> Iterator[Finding]:
-    seen: dict[tuple[int, int], dict[str, _Tensor]] = defaultdict(dict)
+    """Read all expert tensors, file by file; each root, and each further copy, is judged by itself."""
+    seen: dict[str, dict[tuple[int, int], dict[str, plausible.Bytes]]] = defaultdict(lambda: defaultdict(dict))
+    own = next(iter(report.roots))
     with ExitStack() as stack:
         opened: dict[Path, Any] = {}
-        by_file = sorted(report.experts.items(), key=lambda item: (report.headers[item[1]].file, item[0]))
-        for done, (tensor, name) in enumerate(by_file, 1):
-            path = report.headers[name].file
+        by_file = sorted(report.stored, key=lambda one: (one.header.file, one.tensor, one.root))
+        for done, one in enumerate(by_file, 1):
+            path, tensor = one.header.file, one.tensor
             if path not in opened:
                 stack.close()
-                opened = {path: stack.enter_context(_open(path))}
-            kept, bad = _read(opened[path].get_slice(name), tensor.part == PARTS[1])
-            if bad:
-                yield Finding("Y7", f"{name}{bad[0]}", f"scale byte 0xFF (NaN); {bad[1]} of its bytes are")
-            seen[tensor.layer, tensor.expert][f"{tensor.matrix}.{tensor.part}"] = kept
-            progress(done, len(by_file), name)
-    yield from _dull(seen)
-    yield from _twins(seen)
+                opened = {path: stack.enter_context(open_shard(path))}
+            kept = plausible.read(opened[path].get_slice(one.name), tensor.part == PARTS[1])
+            if kept.nans:
+                place, count = kept.nans
+                where = f"{one.name}{place}" + one.where.removeprefix(one.name)
+                yield Finding("Y7", where, f"scale byte 0xFF (NaN); {count} of its bytes are")
+            if _comparable(one, report.geometry):
+                whose = f" under {one.root}" * (one.root != own) + f", copy in {path.name}" * bool(one.copy)
+                seen[whose][tensor.layer, tensor.expert][f"{tensor.matrix}.{tensor.part}"] = kept
+            progress(done, len(by_file), one.name)
+    for whose, experts in seen.items():
+        for finding in plausible.implausible(experts):
+            yield finding._replace(where=finding.where + whose)
 
 
-def _read(data: Any, is_scale: bool) -> tuple[_Tensor, tuple[list[int], int] | None]:
-    """One pass over a tensor in pieces: what to keep of it, and the first 0xFF and their number."""
-    digest, low, high, zero, first, count, row = hashlib.blake2b(digest_size=16), 255, 0, True, None, 0, 0
-    for piece in _pieces(data):
-        bytes = mxfp4.as_bytes(piece.contiguous().view(torch.uint8))
-        digest.update(bytes.numpy().data)
-        least, most = (int(end) for end in bytes.aminmax())
-        low, high = min(low, least), max(high, most)
-        zero = zero and not bool((bytes & 0x77).any())
-        if is_scale and (nans := bytes == mxfp4.NAN_SCALE).any():
-            place = nans.nonzero()[0].tolist()
-            first, count = first or [place[0] + row, *place[1:]], count + int(nans.sum())
-        row += len(piece)
-    return _Tensor(digest.digest(), low, high, zero), (first, count) if first else None
-
-
-def _pieces(data: Any) -> Iterator[Tensor]:
-    shape = data.get_shape()
-    if not shape or 0 in shape:
-        return
-    rows = max(1, PIECE // max(1, prod(shape[1:])))
-    for start in range(0, shape[0], rows):
-        yield data[start : start + rows]
-
-
-def _dull(seen: Mapping[tuple[int, int], Mapping[str, _Tensor]]) -> Iterator[Finding]:
-    """Matrices that are zero, or one value throughout."""
-    for (layer, expert), tensors in seen.items():
-        for matrix, role in ROLES.items():
-            codes, scales = (tensors.get(f"{matrix}.{part}") for part in PARTS)
-            if codes is None or scales is None:
-                continue
-            where = f"layer {layer}, expert {expert}, {matrix} ({role})"
-            if codes.zero:
-                yield Finding("Y12", where, "every value is zero")
-            elif codes.low == codes.high and scales.low == scales.high:
-                yield Finding("Y12", where, f"every code byte is {codes.low} and every scale byte {scales.low}")
-
-
-def _twins(seen: Mapping[tuple[int, int], Mapping[str, _Tensor]]) -> Iterator[Finding]:
-    """Experts with the same bytes, and a gate that is the up of its expert."""
-    first: dict[tuple[bytes, ...], tuple[int, int]] = {}
-    for (layer, expert), tensors in seen.items():
-        where = f"layer {layer}, expert {expert}"
-        if all(kept.zero for name, kept in tensors.items() if name.endswith(PARTS[0])):
-            continue
-        key = tuple(tensors[name].digest for name in sorted(tensors))
-        if other := first.get(key):
-            yield Finding("Y12", where, f"all its bytes are those of layer {other[0]}, expert {other[1]}")
-        first.setdefault(key, (layer, expert))
-        gate, up = (tensors.get(f"{matrix}.{PARTS[0]}") for matrix in ("w1", "w3"))
-        if gate and up and gate.digest == up.digest and not gate.zero:
-            yield Finding("Y12", where, "w1 (gate) and w3 (up) have the same code bytes")
+def _comparable(one: Stored, geometry: Geometry) -> bool:
+    """Whether its bytes are those of codes or scales; else its head is a finding already."""
+    return one.header.dtype in ("U8", "F8_E8M0") and one.header.shape == geometry.shape(one.tensor)

@@ -8,7 +8,8 @@ from typing import Any
 
 from moonep_validate.formats import FormatError
 from moonep_validate.formats.kimi_k3 import FORMAT, Geometry
-from moonep_validate.trace.schema import SchemaError, decoded, parsed, read_bytes, shown
+from moonep_validate.formats.mxfp4 import BLOCK
+from moonep_validate.trace.schema import SchemaError, decoded, one_line, parsed, read_bytes, shown
 
 #: Field of the geometry -> names in configs, Kimi-K3's own first.
 KEYS = {
@@ -23,6 +24,8 @@ KEYS = {
 }
 #: What the inspection of a checkpoint compares; ``memory`` needs ``top_k`` too.
 CHECKED = ("latent", "intermediate", "num_experts", "moe_layers")
+#: What the quantisation of MXFP4 weights states, as in the release.
+STATED = {"num_bits": 4, "type": "float", "group_size": BLOCK}
 #: Largest value of a size, and of experts times layers; bytes of a JSON file.
 MAX_SIZE, MAX_PLACES, MAX_JSON = 2**20, 2**20, 2**28
 _LFS = b"version https://git-lfs.github.com/spec/"
@@ -96,6 +99,24 @@ def _check_format(config: Mapping[str, Any], text: Mapping[str, Any]) -> None:
         raise SchemaError(f"quantization format is {shown(got)}; only {FORMAT} is known here")
     if (every := _first(text, "moe_layer_freq") or 1) != 1:
         raise SchemaError(f"moe_layer_freq is {shown(every)}; only 1 is known here")
+
+
+def other_quantization(folder: Path) -> list[str]:
+    """What ``config.json`` states of its groups of weights and MXFP4 is not; absent and null are not judged."""
+    config = read_json(folder / "config.json")
+    text = _first(config, "text_config") or config
+    quantization = _first(text, "quantization_config") or _first(config, "quantization_config") or {}
+    groups = quantization.get("config_groups")
+    found = []
+    for group, stated in (groups if isinstance(groups, dict) else {}).items():
+        weights = stated.get("weights") if isinstance(stated, dict) else None
+        for key, due in STATED.items():
+            value = weights.get(key) if isinstance(weights, dict) else None
+            if value is not None and (type(value), value) != (type(due), due):
+                found.append(
+                    f"{one_line(str(group))[:80]}: weights' {key} is {shown(value)}, MXFP4 has {shown(due)}"
+                )
+    return found
 
 
 def read_json(path: Path, hint: str = "") -> dict[str, Any]:

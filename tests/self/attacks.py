@@ -36,8 +36,9 @@ from moonep_validate.judge.waivers import SHIPPED, read_waivers
 from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.judge import judge
 from moonep_validate.pipeline.record import record
-from moonep_validate.tools.checkpoint import INDEX, inspect
+from moonep_validate.tools.checkpoint import inspect
 from moonep_validate.tools.plan_input import read_routings
+from moonep_validate.tools.shards import INDEX
 from moonep_validate.trace import manifest, trace
 from moonep_validate.trace.manifest import Entry
 from moonep_validate.trace.trace import Trace, TraceError

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from moonep_validate.formats import FormatError, identity
 from moonep_validate.formats.kimi_k3 import ExpertTensor, Geometry, write_checkpoint
-from moonep_validate.tools import checkpoint
-from moonep_validate.tools.checkpoint import Finding, inspect
+from moonep_validate.tools import plausible, shards
+from moonep_validate.tools.checkpoint import inspect
 from moonep_validate.tools.config import CHECKED, CheckpointError, read_config
+from moonep_validate.tools.shards import Finding
 
 Cli = Callable[..., tuple[int, str, str]]
 GEOMETRY = Geometry().scaled(16, hidden=64, num_experts=12, top_k=3, moe_layers=2, shared_experts=0)
@@ -42,7 +43,7 @@ def name(layer: int, expert: int, matrix: str, part: str = "weight_packed") -> s
 
 def change(folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
     """Edit the tensors of all shards, each in its own file; new names go to the first shard and into the index."""
-    index = json.loads((folder / checkpoint.INDEX).read_text())
+    index = json.loads((folder / shards.INDEX).read_text())
     files = {path: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
     everything = {key: tensor for tensors in files.values() for key, tensor in tensors.items()}
     home = {key: path for path, tensors in files.items() for key in tensors}
@@ -51,7 +52,7 @@ def change(folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
     for path in files:
         save_file({key: value for key, value in everything.items() if home.get(key, first) == path}, path)
     index["weight_map"] = {key: home.get(key, first).name for key in everything}
-    (folder / checkpoint.INDEX).write_text(json.dumps(index))
+    (folder / shards.INDEX).write_text(json.dumps(index))
 
 
 def found(folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> list[Finding]:
@@ -77,7 +78,7 @@ def test_names_shapes_and_bytes_are_those_of_the_release(written: Path) -> None:
     assert list(whole.layers) == list(range(1, 93))
     files = sorted(written.glob("*.safetensors"))
     assert files[0].name == "model-00001-of-00003.safetensors"
-    headers, findings = checkpoint.read_headers(written)
+    headers, findings = shards.read_headers(written)
     assert findings == []
     assert (headers[name(1, 11, "w2")].dtype, headers[name(1, 11, "w2")].shape) == ("U8", (224, 96))
     assert headers[name(2, 0, "w1", "weight_scale")].shape == (192, 7)
@@ -119,15 +120,15 @@ def test_a_clean_checkpoint_has_no_findings_and_known_bytes(written: Path) -> No
 
 def test_memory_is_one_piece_at_a_time(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    monkeypatch.setattr(checkpoint, "PIECE", 1000)
-    pieces = checkpoint._pieces
+    monkeypatch.setattr(plausible, "PIECE", 1000)
+    pieces = plausible._pieces
 
     def noted(data: Any) -> Any:
         for piece in pieces(data):
             sizes.append(piece.nbytes)
             yield piece
 
-    monkeypatch.setattr(checkpoint, "_pieces", noted)
+    monkeypatch.setattr(plausible, "_pieces", noted)
     assert inspect(written).findings == []
     assert max(sizes) <= 1000
     assert sum(sizes) == 24 * 3 * 224 * 192 * 17 // 32
@@ -135,7 +136,7 @@ def test_memory_is_one_piece_at_a_time(written: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("piece", [600, 4 * 2**20])
 def test_nan_scales_are_named_with_their_place(folder: Path, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "PIECE", piece)
+    monkeypatch.setattr(plausible, "PIECE", piece)
 
     def edit(tensors: dict[str, Tensor]) -> None:
         tensors[name(2, 7, "w3", "weight_scale")][150, 3] = 255
@@ -217,7 +218,7 @@ def test_shapes_and_dtypes_are_held_against_the_config(folder: Path) -> None:
 
 
 def test_the_index_is_held_against_the_files(folder: Path) -> None:
-    path = folder / checkpoint.INDEX
+    path = folder / shards.INDEX
     index = json.loads(path.read_text())
     file = index["weight_map"].pop(name(1, 0, "w1"))
     index["weight_map"]["lm_head.weight"] = file
@@ -229,12 +230,153 @@ def test_the_index_is_held_against_the_files(folder: Path) -> None:
 
 
 def test_a_name_in_two_files_is_found_and_no_index_is_needed(folder: Path) -> None:
-    (folder / checkpoint.INDEX).unlink()
+    (folder / shards.INDEX).unlink()
     assert inspect(folder).findings == []
     again = load_file(folder / "model-00001-of-00003.safetensors")
     save_file({name(1, 0, "w1"): again[name(1, 0, "w1")]}, folder / "model-extra.safetensors")
     where = "is in model-00001-of-00003.safetensors and again in model-extra.safetensors"
     assert inspect(folder).findings == [Finding("Y10", name(1, 0, "w1"), where)]
+
+
+COPY = "copy.model"
+
+
+def copied(tensors: dict[str, Tensor], root: str, layers: tuple[int, ...] = (1, 2)) -> dict[str, Tensor]:
+    """The expert tensors of some layers under another root."""
+    parsed = {key: ExpertTensor.parse(key) for key in tensors}
+    return {
+        one[0].name(root): tensors[key].clone()
+        for key, one in parsed.items()
+        if one is not None and one[0].layer in layers
+    }
+
+
+def test_a_complete_copy_under_another_root_hides_nothing(folder: Path) -> None:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        tensors |= copied(tensors, COPY)
+        del tensors[name(1, 6, "w2")]
+        tensors[name(2, 3, "w1", "weight_scale")][4, 5] = 255
+
+    assert found(folder, edit) == [
+        Finding(
+            "Y10",
+            f"root {COPY}",
+            "143 tensors of its experts are under root language_model.model too; a loader that goes by the end of a "
+            "name takes the last",
+        ),
+        Finding("Y10", "layer 1, expert 6", "has no w2.weight_packed"),
+        Finding("Y7", f"{name(2, 3, 'w1', 'weight_scale')}[4, 5]", "scale byte 0xFF (NaN); 1 of its bytes are"),
+    ]
+    assert len(inspect(folder).experts) == 143
+
+
+def test_what_is_wrong_under_another_root_is_said_of_it(folder: Path) -> None:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        tensors |= copied(tensors, "draft", (2,))
+        del tensors[ExpertTensor(2, 1, "w3", "weight_scale").name("draft")]
+        tensors[ExpertTensor(2, 4, "w1", "weight_packed").name("draft")].zero_()
+        tensors[ExpertTensor(0, 0, "w1", "weight_packed").name("draft")] = tensors[name(1, 0, "w1")].clone()
+
+    assert [(one.id, one.where) for one in found(folder, edit)] == [
+        ("Y10", "root draft"),
+        ("Y10", "layer 2, expert 1 under draft"),
+        ("Y10", "layer 0 under draft"),
+        ("Y12", "layer 2, expert 4, w1 (gate) under draft"),
+    ]
+
+
+def test_layers_split_over_roots_and_other_spellings_are_found(folder: Path) -> None:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        moved = copied(tensors, "model", (2,))
+        for key in [key for key in tensors if ".layers.2." in key and ExpertTensor.parse(key)]:
+            del tensors[key]
+        tensors |= moved
+        for place in ("experts.00", "experts.007"):
+            tensors[name(1, 0, "w1").replace("experts.0", place)] = tensors[name(1, 0, "w1")].clone()
+
+    assert found(folder, edit) == [
+        Finding(
+            "Y10",
+            name(1, 0, "w1").replace("experts.0", place),
+            f"is a second name of {name(1, expert, 'w1')}, which is there too; a loader may take either",
+        )
+        for place, expert in (("experts.00", 0), ("experts.007", 7))
+    ] + [Finding("Y10", "layer 2", "is under root model only, the model's root is language_model.model")]
+
+
+@pytest.mark.parametrize("indexed", ["first", "last"])
+def test_both_copies_of_a_name_in_two_files_are_judged(indexed: str, folder: Path) -> None:
+    """The file that the index names is the model's; the last wins where there is no index."""
+    index = json.loads((folder / shards.INDEX).read_text())
+    key = name(1, 0, "w1", "weight_scale")
+    scales = load_file(folder / "model-00001-of-00003.safetensors")[key]
+    scales[0, 0] = 255
+    save_file({key: scales}, folder / "model-extra.safetensors")
+    index["weight_map"]["extra"] = "model-extra.safetensors"
+    if indexed == "last":
+        index["weight_map"][key] = "model-extra.safetensors"
+    (folder / shards.INDEX).write_text(json.dumps(index))
+    where = f"{key}[0, 0]" + (" in model-extra.safetensors" if indexed == "first" else "")
+    assert inspect(folder).findings[2:] == [Finding("Y7", where, "scale byte 0xFF (NaN); 1 of its bytes are")]
+
+
+def scales_of(edit: Callable[[Tensor], Any]) -> Callable[[dict[str, Tensor]], None]:
+    """Change the scales of one matrix."""
+    return lambda tensors: edit(tensors[name(2, 7, "w3", "weight_scale")])
+
+
+#: What is done to the scales ``[192, 7]`` of one matrix, which are 121 to 133 -> the beginning of what is said.
+ODD_SCALES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "zero": (lambda t: t.zero_(), "every scale byte is 0; were values copied as bytes"),
+    "copied": (lambda t: t.copy_(t % 9), "scale bytes are 0 to 8; were values copied as bytes"),
+    "without bias": (lambda t: t.sub_(127), "7"),  # -6..6 as bytes: 250 to 255 and 0 to 6
+    "one huge": (lambda t: t[3, 3].fill_(249), "1 scale bytes are above 137, up to 249 (2**122)"),
+    "some zero": (lambda t: t[:2].zero_(), "14 scale bytes are 0 (2**-127), but only 0 of its blocks are zero"),
+    "too small": (lambda t: t[:4].sub_(40), "28 of 1344 scale bytes are below 95 (2**-32), from 8"),
+    "any": (lambda t: t.copy_(torch.arange(t.numel()).reshape(t.shape) % 40 + 96), "scale bytes from 96 to 13"),
+    "far": (
+        lambda t: t.sub_(8),
+        "scale bytes are mostly 113 to 125, half of them up to 119; those of the layer's",
+    ),
+    "constant": (lambda t: t.fill_(127), "scale bytes are mostly 127 to 127, half of them up to 127; those of"),
+}
+
+
+@pytest.mark.parametrize("how", ODD_SCALES)
+def test_scales_that_no_trained_layer_has_are_found(how: str, folder: Path) -> None:
+    edit, words = ODD_SCALES[how]
+    findings = [one for one in found(folder, scales_of(edit)) if one.id != "Y7"]
+    assert {(one.id, one.where) for one in findings} == {("Y14", "layer 2, expert 7, w3 (up)")}
+    assert findings[0].message.startswith(words) or how == "without bias"
+
+
+def test_scales_of_zero_blocks_and_near_ones_are_plausible(folder: Path) -> None:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        for expert in range(12):
+            tensors[name(1, expert, "w1")][:9] = 0  # 9 rows of zeros, with scales 0 as encoders store them
+            tensors[name(1, expert, "w1", "weight_scale")][:9] = 0
+        tensors[name(2, 3, "w2", "weight_scale")] -= 5
+
+    assert found(folder, edit) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "due"), [("group_size", 64, "32"), ("num_bits", 8, "4"), ("type", "int", "'float'")]
+)
+def test_the_quantisation_that_the_config_states_is_compared(
+    key: str, value: object, due: str, folder: Path, cli: Cli
+) -> None:
+    rewrite(
+        folder,
+        lambda text: text["quantization_config"]["config_groups"]["group_0"]["weights"].update({key: value}),
+    )
+    said = Finding("Y11", "config.json", f"group_0: weights' {key} is {value!r}, MXFP4 has {due}")
+    assert inspect(folder, content=False).findings == [said]
+    assert cli("checkpoint", str(folder))[0] == 1
+    rewrite(
+        folder, lambda text: text["quantization_config"]["config_groups"]["group_0"]["weights"].update({key: None})
+    )
+    assert inspect(folder, content=False).findings == []
 
 
 def rewrite(folder: Path, edit: Callable[[Any], Any]) -> None:
@@ -269,12 +411,12 @@ def missing(folder: Path) -> None:
 
 
 def outside(folder: Path) -> None:
-    index = folder / checkpoint.INDEX
+    index = folder / shards.INDEX
     index.write_text(index.read_text().replace('"model-00001', '"../model-00001'))
 
 
 def empty(folder: Path) -> None:
-    for path in [folder / checkpoint.INDEX, *folder.glob("*.safetensors")]:
+    for path in [folder / shards.INDEX, *folder.glob("*.safetensors")]:
         path.unlink()
 
 
@@ -327,7 +469,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "config too deep": (lambda f: (f / "config.json").write_text("[" * 10**6), "is nested too deep"),
     "config a pointer": (pointer("config.json"), "config.json is a Git LFS pointer"),
-    "index a pointer": (pointer(checkpoint.INDEX), "model.safetensors.index.json is a Git LFS pointer"),
+    "index a pointer": (pointer(shards.INDEX), "model.safetensors.index.json is a Git LFS pointer"),
     "config a pipe": (pipe, "config.json is not there"),
     "two shards missing": (
         missing,
@@ -351,8 +493,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "shard cut short": (cut, "is damaged or cut short"),
     "shard a pointer file": (garbage, "is a Git LFS pointer, not the file itself: run git lfs pull"),
-    "index no JSON": (lambda f: (f / checkpoint.INDEX).write_text("weight_map"), "index.json is not JSON"),
-    "index without map": (lambda f: (f / checkpoint.INDEX).write_text('{"weight_map": []}'), "no weight_map"),
+    "index no JSON": (lambda f: (f / shards.INDEX).write_text("weight_map"), "index.json is not JSON"),
+    "index without map": (lambda f: (f / shards.INDEX).write_text('{"weight_map": []}'), "no weight_map"),
     "no files": (
         empty,
         "holds no safetensors file and no model.safetensors.index.json",
