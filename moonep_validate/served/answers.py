@@ -169,7 +169,8 @@ def _answer(line: _Line, where: str) -> Answer:
     top_ids, top_logprobs = _square(line, where)
     logprobs = _numbers(line.logprobs or [None] * len(line.tokens), where)
     prompt_logprobs = _numbers(line.prompt_logprobs, where)
-    given = (*line.logprobs, *line.prompt_logprobs, *chain.from_iterable(line.top_logprobs))
+    given = [line.logprobs, line.prompt_logprobs, *line.top_logprobs]
+    finite = sum(int(np.isfinite(values).sum()) for values in (logprobs, prompt_logprobs, top_logprobs))
     return Answer(
         line.prompt,
         line.group,
@@ -182,7 +183,7 @@ def _answer(line: _Line, where: str) -> Answer:
         prompt_logprobs,
         line.finish,
         line.error,
-        len(given) - given.count(None) - int(np.isfinite(_numbers(given, where)).sum()),
+        sum(len(values) - values.count(None) for values in given) - finite,
     )
 
 

