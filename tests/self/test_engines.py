@@ -317,6 +317,9 @@ FOUND_BY = {
     "AcceptsFloat32": ("configurations", "failed", "life", "Z1", "hidden states of float32 at rank 0: expected an exception"),
     "RefusesEmptySteps": ("configurations", "failed", "life", "Z1", "no token on any rank at rank 0: expected nothing raised, got ValueError: no tokens"),
     "RaisesOnEveryRank": ("hot:5", "failed", "layer", "F1", "at rank 0: expected return, got ValueError: out of memory (faulty_engine.py"),
+    "TokensReplaced": ("hot:5", "failed", "prepare", "I1", "dispatched token bits at rank 1, token 0"),
+    "TokensLeftOut": ("hot:5", "failed", "prepare", "I1", "dispatched tokens at rank 0: expected 16, got 8"),
+    "IdsOfInt64": ("hot:5", "failed", "prepare", "O3", "form of dispatch.topk_ids at rank 0: expected int32 [16, 2], got int64"),
     # The last three cost their pool.
     "RaisesOnOneRank": ("hot:5", "failed", "layer", "F1", "at rank 1: expected return, got ValueError: out of memory"),
     "NeverReturns": ("hot:5", "hung", "layer", "F1", "in experts"),
@@ -431,6 +434,15 @@ def test_a_known_defect_is_waived_where_its_version_runs(tmp_path: Path, cli: Cl
 
 def test_one_rank_that_raises_does_not_stop_the_suite() -> None:
     check_defect("RaisesOnOneRank")
+
+
+def test_a_raise_is_itself_where_the_capacity_is_below_that_of_the_case() -> None:
+    """The plan of the others has the shape of what they dispatched, and is not to blame for it."""
+    verdict = faulty("RaisesOnOneRank", "tokens:3,4")
+    assert verdict.first is not None
+    assert (verdict.first.stage, verdict.first.check) == ("layer", "F1"), verdict.diagnosis
+    assert "at rank 1: expected return, got ValueError: out of memory" in verdict.diagnosis
+    assert failed_checks(verdict) == {"F1"}
 
 
 def test_a_hang_ends_within_the_deadline_and_the_next_case_has_a_new_pool() -> None:

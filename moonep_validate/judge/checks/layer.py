@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moonep_validate.cases.layout import Ints
-from moonep_validate.judge.checks import Compared, Place, differ_beyond, differ_bits
+from moonep_validate.judge.checks import Compared, Place, differ, differ_beyond, differ_bits
 from moonep_validate.judge.facts import Absent, Missing, Step
 from moonep_validate.judge.oracle.dense import dense_layer
 from moonep_validate.judge.registry import check
@@ -23,6 +23,11 @@ def layer_rows(s: Step) -> Iterator[Compared]:
     combined, out = s.tap("combine", "hidden"), s.tap("layer", "out")
     if not len(rank):
         raise Absent("no rank has a token in this step")
+    most = int(token.argmax())
+    if token[most] >= combined.shape[1]:
+        where = {"rank": int(rank[most])}
+        yield differ("tokens that combine returned", [token[most] + 1], [combined.shape[1]], lambda i: where)
+        return
     yield differ_bits("layer output", combined[index], out[index], _place(rank, token))
 
 

@@ -397,6 +397,32 @@ class SkipsWithoutTokens(Layer):
         return super().forward(hidden, *given) if len(hidden) else hidden
 
 
+@defect
+class TokensReplaced(Layer):
+    """The second rank's layer works on other tokens than it was given."""
+
+    def forward(self, hidden: Tensor, *given: Any) -> Tensor:
+        return super().forward(hidden.roll(1, 0) if self.rank else hidden, *given)
+
+
+@defect
+class TokensLeftOut(Layer):
+    """Only the first half of the tokens is dispatched."""
+
+    def forward(self, hidden: Tensor, weights: Tensor, ids: Tensor, token_counts: list[int]) -> Tensor:
+        half = len(hidden) // 2
+        counts = [count // 2 for count in token_counts]
+        out = super().forward(hidden[:half], weights[:half], ids[:half], counts)
+        return torch.cat([out, out])
+
+
+@defect
+class IdsOfInt64(Layer):
+    def pad(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, weights, ids = super().pad(*given)
+        return hidden, weights, ids.long()
+
+
 class Faulty(Good):
     name = "faulty_engine"
 
