@@ -22,7 +22,7 @@ from moonep_validate.formats.stored import FORMATS
 from moonep_validate.formats.weight_format import PROJECTIONS, WeightFormat
 from moonep_validate.judge.forms import Called, Misfit, expected, misfits
 from moonep_validate.judge.oracle.arithmetic import Arithmetic
-from moonep_validate.judge.oracle.plan import Plan
+from moonep_validate.judge.oracle.plan import ExpectedPlan
 from moonep_validate.trace.keep import DIGEST, Keep
 from moonep_validate.trace.trace import Call, Relation, Trace
 
@@ -62,7 +62,7 @@ class Step:
         self.case: Case = trace.case
         self._taps: dict[tuple[str, str], Tensor] = {}
         self._misfits: dict[tuple[str, int], Mapping[str, Misfit]] = {}
-        self.oracle_plan: Plan | None = None  # filled by the first check that asks
+        self.oracle_plan: ExpectedPlan | None = None  # filled by the first check that asks
         self._calls: list[Mapping[str, Call]] = [
             {call.op: call for call in calls if call.step == name} for calls in trace.calls
         ]

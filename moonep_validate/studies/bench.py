@@ -22,7 +22,7 @@ from moonep_validate.cases.layout import Ints, Layout
 from moonep_validate.data.routing import topk_ids
 from moonep_validate.judge.checks import CHECKS, run_check
 from moonep_validate.judge.facts import Step
-from moonep_validate.judge.oracle.plan import Plan, make_plan
+from moonep_validate.judge.oracle.plan import ExpectedPlan, make_plan
 from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.judge import judge
 from moonep_validate.pipeline.make import make_job
@@ -139,7 +139,7 @@ def _plan_trace(case: Case) -> Trace:
     return trace
 
 
-def _duplicate_lists(plan: Plan, rank: int) -> dict[str, torch.Tensor]:
+def _duplicate_lists(plan: ExpectedPlan, rank: int) -> dict[str, torch.Tensor]:
     """``dup_groups``, ``dup_loffs``, ``dup_counts`` of one rank."""
     layout = plan.layout
     raw, dst = plan.raw.reshape(-1), plan.dst.reshape(-1)

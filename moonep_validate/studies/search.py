@@ -18,7 +18,7 @@ import numpy as np
 from moonep_validate.cases.case import Case, CaseError, Spec
 from moonep_validate.cases.layout import Ints, Layout
 from moonep_validate.data.routing import topk_ids
-from moonep_validate.judge.oracle.plan import Plan, make_plan
+from moonep_validate.judge.oracle.plan import ExpectedPlan, make_plan
 from moonep_validate.judge.oracle.statistics import plan_stats
 from moonep_validate.judge.verdict import Verdict
 from moonep_validate.studies.shrink import Signature, shrink, signature
@@ -145,7 +145,7 @@ def stress(case: Case) -> dict[str, float]:
     }
 
 
-def _ties(plan: Plan) -> int:
+def _ties(plan: ExpectedPlan) -> int:
     """Choices that only the tie-break settles: pairs of equal balances of ranks, and of equal experts of a donor.
 
     Equal loads at the start of the planner's loops, which is where ties are dense; later ones are not counted.

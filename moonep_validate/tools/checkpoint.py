@@ -1,7 +1,7 @@
 """Is a checkpoint of MXFP4 experts whole and plausible? Reads one in bounded memory and says what is wrong.
 
 Heads first: names, shapes and dtypes against the config. Then the content (``plausible``). What cannot be read at
-all is a ``CheckpointError``; what can be read and is wrong is a ``Finding`` with an id of docs/formats.md.
+all is a ``CheckpointError``; what can be read and is wrong is a ``Defect`` with an id of docs/formats.md.
 
 A name is a root, then a tensor of an expert. Loaders of engines look at the end of a name, so a tensor that is
 under two roots (a draft model's, a second copy) is a finding, and each root is judged by itself: what is right
@@ -23,7 +23,7 @@ from moonep_validate.formats import FormatError
 from moonep_validate.formats.kimi_k3 import PARTS, PREFIX, ROLES, ExpertTensor, Geometry
 from moonep_validate.tools import plausible
 from moonep_validate.tools.config import CheckpointError, other_quantization, read_config
-from moonep_validate.tools.shards import Finding, Header, open_shard, read_headers
+from moonep_validate.tools.shards import Defect, Header, open_shard, read_headers
 
 
 class Stored(NamedTuple):
@@ -59,7 +59,7 @@ class Report:
     folder: Path
     geometry: Geometry
     headers: dict[str, Header]
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Defect] = field(default_factory=list)
     content: bool = False
 
     @cached_property
@@ -162,7 +162,7 @@ def inspect(folder: Path, content: bool = True, progress: Progress | None = None
             f"{ExpertTensor(1, 0, 'w1', PARTS[0]).name()}, the first here is {next(iter(headers), 'none')}"
         )
     report.findings += [
-        *(Finding("Y11", "config.json", text) for text in other_quantization(folder)),
+        *(Defect("Y11", "config.json", text) for text in other_quantization(folder)),
         *_misspelled(report),
         *_shared(report),
         *_completeness(report),
@@ -174,22 +174,22 @@ def inspect(folder: Path, content: bool = True, progress: Progress | None = None
     return report
 
 
-def _misspelled(report: Report) -> Iterator[Finding]:
+def _misspelled(report: Report) -> Iterator[Defect]:
     """Names that read as a tensor's and are not its own: leading zeros."""
     for name in report.headers:
         if (found := ExpertTensor.parse(name)) and (own := found[0].name(found[1])) != name:
             there = "which is there too" if own in report.headers else "which is not there"
-            yield Finding("Y10", name, f"is a second name of {own}, {there}; a loader may take either")
+            yield Defect("Y10", name, f"is a second name of {own}, {there}; a loader may take either")
 
 
-def _shared(report: Report) -> Iterator[Finding]:
+def _shared(report: Report) -> Iterator[Defect]:
     """Roots that hold a tensor of a root before them, and layers that are under another root only."""
     (first, own), *others = report.roots.items()
     held = dict.fromkeys(own, first)
     for root, tensors in others:
         again = Counter(held[tensor] for tensor in tensors if tensor in held)
         for other, count in again.items():
-            yield Finding(
+            yield Defect(
                 "Y10",
                 f"root {root}",
                 f"{count} tensors of its experts are under root {other} too; a loader that goes by the end of a "
@@ -197,11 +197,11 @@ def _shared(report: Report) -> Iterator[Finding]:
             )
         for layer in sorted({one.layer for one in tensors} & set(report.geometry.layers)):
             if not any(one.layer == layer for one in held):
-                yield Finding("Y10", f"layer {layer}", f"is under root {root} only, the model's root is {first}")
+                yield Defect("Y10", f"layer {layer}", f"is under root {root} only, the model's root is {first}")
         held |= {tensor: root for tensor in tensors if tensor not in held}
 
 
-def _completeness(report: Report) -> Iterator[Finding]:
+def _completeness(report: Report) -> Iterator[Defect]:
     """Missing and extra experts and tensors; a whole expert is one finding, neighbours are one line.
 
     Each root is held against the config in the layers that it has; a layer that no root has is missing.
@@ -214,7 +214,7 @@ def _completeness(report: Report) -> Iterator[Finding]:
         yield from _extra(report.geometry, set(tensors), under)
 
 
-def _missing(geometry: Geometry, have: set[ExpertTensor], layers: set[int], under: str) -> Iterator[Finding]:
+def _missing(geometry: Geometry, have: set[ExpertTensor], layers: set[int], under: str) -> Iterator[Defect]:
     parts: dict[tuple[int, int], list[str]] = defaultdict(list)
     for tensor in geometry.tensors():
         if tensor.layer in layers and tensor not in have:
@@ -222,18 +222,18 @@ def _missing(geometry: Geometry, have: set[ExpertTensor], layers: set[int], unde
     whole = [place for place, names in parts.items() if len(names) == len(ROLES) * len(PARTS)]
     for layer, experts in _by_layer(whole):
         text = f"{_named(experts)} missing; the config says {geometry.num_experts}"
-        yield Finding("Y10", f"layer {layer}{under}", text)
+        yield Defect("Y10", f"layer {layer}{under}", text)
     for (layer, expert), names in parts.items():
         if len(names) < len(ROLES) * len(PARTS):
-            yield Finding("Y10", f"layer {layer}, expert {expert}{under}", f"has no {', '.join(names)}")
+            yield Defect("Y10", f"layer {layer}, expert {expert}{under}", f"has no {', '.join(names)}")
 
 
-def _extra(geometry: Geometry, have: set[ExpertTensor], under: str) -> Iterator[Finding]:
+def _extra(geometry: Geometry, have: set[ExpertTensor], under: str) -> Iterator[Defect]:
     extra = {
         (t.layer, t.expert) for t in have if t.expert >= geometry.num_experts or t.layer not in geometry.layers
     }
     for layer, experts in _by_layer(extra):
-        yield Finding(
+        yield Defect(
             "Y10",
             f"layer {layer}{under}",
             f"{_named(experts)} too many; the config has {geometry.num_experts} experts in layers "
@@ -260,13 +260,13 @@ def _named(experts: list[int]) -> str:
     return f"experts {text} are" if len(experts) > 1 else f"expert {text} is"
 
 
-def _shapes(report: Report) -> Iterator[Finding]:
+def _shapes(report: Report) -> Iterator[Defect]:
     for one in report.stored:
         tensor, header, want = one.tensor, one.header, report.geometry.shape(one.tensor)
         if header.shape != want:
             rows, columns = report.geometry.matrix(tensor.matrix)
             transposed = "; this is its transpose" if header.shape == want[::-1] else ""
-            yield Finding(
+            yield Defect(
                 "Y11",
                 one.where,
                 f"shape is {list(header.shape)}, the config's {tensor.matrix} [{rows}, {columns}] needs "
@@ -274,10 +274,10 @@ def _shapes(report: Report) -> Iterator[Finding]:
             )
         if header.dtype != "U8":
             loss = "; a loader that copies values, not bytes, gets other scales" if tensor.part == PARTS[1] else ""
-            yield Finding("Y11", one.where, f"dtype is {header.dtype}, expected U8{loss}")
+            yield Defect("Y11", one.where, f"dtype is {header.dtype}, expected U8{loss}")
 
 
-def _content(report: Report, progress: Progress) -> Iterator[Finding]:
+def _content(report: Report, progress: Progress) -> Iterator[Defect]:
     """Read all expert tensors, file by file; each root, and each further copy, is judged by itself."""
     seen: dict[str, dict[tuple[int, int], dict[str, plausible.Bytes]]] = defaultdict(lambda: defaultdict(dict))
     own = next(iter(report.roots))
@@ -293,7 +293,7 @@ def _content(report: Report, progress: Progress) -> Iterator[Finding]:
             if kept.nans:
                 place, count = kept.nans
                 where = f"{one.name}{place}" + one.where.removeprefix(one.name)
-                yield Finding("Y7", where, f"scale byte 0xFF (NaN); {count} of its bytes are")
+                yield Defect("Y7", where, f"scale byte 0xFF (NaN); {count} of its bytes are")
             if _comparable(one, report.geometry):
                 whose = f" under {one.root}" * (one.root != own) + f", copy in {path.name}" * bool(one.copy)
                 seen[whose][tensor.layer, tensor.expert][f"{tensor.matrix}.{tensor.part}"] = kept

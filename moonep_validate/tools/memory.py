@@ -33,7 +33,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Footprint:
     """Memory of one rank with one API generation."""
 
     layout: Layout
@@ -68,7 +68,7 @@ def plan(
     tokens: int,
     pad: int = 128,
     slots: int | None = None,
-) -> Plan:
+) -> Footprint:
     """The memory of one rank.
 
     Args:
@@ -104,7 +104,7 @@ def plan(
         Line("local tables", local_bytes(layout), "histograms and destinations"),
         Line("saved plan", plan_bytes(layout), "one; training keeps one per layer"),
     )
-    return Plan(layout, lines)
+    return Footprint(layout, lines)
 
 
 def gpu_bytes(name: str) -> int:

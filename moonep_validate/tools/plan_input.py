@@ -13,7 +13,7 @@ import numpy as np
 
 from moonep_validate.cases.layout import Ints, Layout
 from moonep_validate.errors import CaseError
-from moonep_validate.judge.oracle.plan import Plan, make_plan, plan_of_loads
+from moonep_validate.judge.oracle.plan import ExpectedPlan, make_plan, plan_of_loads
 from moonep_validate.trace.schema import SchemaError, build, decoded, parsed, shown
 
 _KEYS = ("generation", "S", "K", "E", "R", "B", "token_padding", "topk", "loads")
@@ -26,7 +26,7 @@ class Planned(NamedTuple):
     """The plan of one line, and what is odd about the line, or an empty text."""
 
     number: int
-    plan: Plan
+    plan: ExpectedPlan
     remark: str
 
 
@@ -67,7 +67,7 @@ def read_routings(source: BinaryIO, name: str, layout: Layout | None = None) -> 
         raise CaseError(f"{name} holds no routing: one JSON object a line is needed")
 
 
-def plan_json(plan: Plan, stats: dict[str, Any]) -> str:
+def plan_json(plan: ExpectedPlan, stats: dict[str, Any]) -> str:
     """One plan as one line of JSON; the outer index is the rank, in ``alloc`` the expert; no ``dst`` of loads."""
     data: dict[str, Any] = {"NvS": plan.layout.num_rows}
     names = ("dst",) if plan.dst.size else ()
@@ -106,7 +106,7 @@ def _rows(lines: Iterable[tuple[int, str]], layout: Layout) -> Iterator[tuple[in
         yield number, ",".join(column)
 
 
-def _planned(line: str) -> tuple[Plan, str]:
+def _planned(line: str) -> tuple[ExpectedPlan, str]:
     try:
         data = parsed(line)
     except SchemaError as error:
@@ -141,7 +141,7 @@ def _likely(line: str) -> str:
     return "one JSON object a line is needed, this is no JSON"
 
 
-def _loads_alone(line: str, layout: Layout) -> tuple[Plan, str]:
+def _loads_alone(line: str, layout: Layout) -> tuple[ExpectedPlan, str]:
     """A line of E loads, as JSON or as CSV."""
     values = line if line.startswith("[") else f"[{','.join(re.split('[,; ]+', line))}]"
     return plan_of_loads(_whole(parsed(values), "the line"), layout), ""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moonep_validate.formats import mxfp4
 from moonep_validate.formats.kimi_k3 import PARTS, ROLES
-from moonep_validate.tools.shards import Finding
+from moonep_validate.tools.shards import Defect
 
 #: Bytes of a tensor that are in memory at a time.
 PIECE = 4 * 2**20
@@ -104,7 +104,7 @@ def _zero_blocks(codes: Tensor) -> int:
     return int(((codes.reshape(-1, half) & _ZERO_CODES) == 0).all(-1).sum())
 
 
-def implausible(seen: Experts) -> Iterator[Finding]:
+def implausible(seen: Experts) -> Iterator[Defect]:
     """What is wrong with the content of the experts of one root.
 
     Args:
@@ -115,9 +115,9 @@ def implausible(seen: Experts) -> Iterator[Finding]:
             codes, scales = (tensors.get(f"{matrix}.{part}") for part in PARTS)
             where = f"layer {layer}, expert {expert}, {matrix} ({role})"
             if dull := _dull(codes, scales):
-                yield Finding("Y12", where, dull)
+                yield Defect("Y12", where, dull)
             elif scales and (odd := _odd_scales(scales, codes.zero_blocks if codes else 0)):
-                yield Finding("Y14", where, odd)
+                yield Defect("Y14", where, odd)
     yield from _apart(seen)
     yield from _twins(seen)
 
@@ -166,7 +166,7 @@ def _spread(scales: Bytes) -> tuple[int, int, int]:
     return low, middle, high
 
 
-def _apart(seen: Experts) -> Iterator[Finding]:
+def _apart(seen: Experts) -> Iterator[Defect]:
     """Experts whose scales are far from those of the same matrix in the other experts of the layer."""
     groups: dict[tuple[int, str], dict[int, tuple[int, int, int]]] = defaultdict(dict)
     for (layer, expert), tensors in seen.items():
@@ -178,7 +178,7 @@ def _apart(seen: Experts) -> Iterator[Finding]:
         peers = [int(median(values)) for values in zip(*spreads.values(), strict=True)]
         for expert, mine in spreads.items():
             if len(spreads) > 2 and max(abs(a - b) for a, b in zip(mine, peers, strict=True)) >= FAR:
-                yield Finding(
+                yield Defect(
                     "Y14",
                     f"layer {layer}, expert {expert}, {matrix} ({ROLES[matrix]})",
                     f"scale bytes are mostly {mine[0]} to {mine[2]}, half of them up to {mine[1]}; those of the "
@@ -186,7 +186,7 @@ def _apart(seen: Experts) -> Iterator[Finding]:
                 )
 
 
-def _twins(seen: Experts) -> Iterator[Finding]:
+def _twins(seen: Experts) -> Iterator[Defect]:
     """Experts with the same bytes, and a gate that is the up of its expert."""
     first: dict[tuple[bytes, ...], tuple[int, int]] = {}
     for (layer, expert), tensors in seen.items():
@@ -195,8 +195,8 @@ def _twins(seen: Experts) -> Iterator[Finding]:
             continue
         key = tuple(tensors[name].digest for name in sorted(tensors))
         if other := first.get(key):
-            yield Finding("Y12", where, f"all its bytes are those of layer {other[0]}, expert {other[1]}")
+            yield Defect("Y12", where, f"all its bytes are those of layer {other[0]}, expert {other[1]}")
         first.setdefault(key, (layer, expert))
         gate, up = (tensors.get(f"{matrix}.{PARTS[0]}") for matrix in ("w1", "w3"))
         if gate and up and gate.digest == up.digest and not gate.zero:
-            yield Finding("Y12", where, "w1 (gate) and w3 (up) have the same code bytes")
+            yield Defect("Y12", where, "w1 (gate) and w3 (up) have the same code bytes")

@@ -29,7 +29,7 @@ _SIZES = {
 _SIZES |= {"F32": 4, "I32": 4, "U32": 4, "F64": 8, "I64": 8, "U64": 8}
 
 
-class Finding(NamedTuple):
+class Defect(NamedTuple):
     """Something wrong in a readable checkpoint.
 
     Attributes:
@@ -62,7 +62,7 @@ class Header(NamedTuple):
         return prod(self.shape) * _SIZES.get(self.dtype, 0)
 
 
-def read_headers(folder: Path) -> tuple[dict[str, Header], list[Finding]]:
+def read_headers(folder: Path) -> tuple[dict[str, Header], list[Defect]]:
     """Every tensor of the folder's safetensors files; the index is held against them.
 
     Raises:
@@ -75,12 +75,12 @@ def read_headers(folder: Path) -> tuple[dict[str, Header], list[Finding]]:
     files = sorted(set(listed.values())) or sorted(path.name for path in folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{folder} holds no safetensors file and no {INDEX}")
-    found: list[Finding] = []
+    found: list[Defect] = []
     headers: dict[str, Header] = {}
     for file in files:
         for name, header in _shard(folder / file).items():
             if before := headers.get(name):
-                found.append(Finding("Y10", name, f"is in {before.file.name} and again in {file}"))
+                found.append(Defect("Y10", name, f"is in {before.file.name} and again in {file}"))
                 header = _chosen(before, header, listed.get(name))
             headers[name] = header
     return headers, found + _against_index(listed, headers)
@@ -130,16 +130,14 @@ def open_shard(path: Path) -> Any:
         raise CheckpointError(f"{path} ({size} bytes) is damaged or cut short: {one_line(str(error))}") from None
 
 
-def _against_index(listed: Mapping[str, str], headers: Mapping[str, Header]) -> list[Finding]:
+def _against_index(listed: Mapping[str, str], headers: Mapping[str, Header]) -> list[Defect]:
     if not listed:
         return []
     absent = [
-        Finding("Y10", name, f"is in the index but not in {listed[name]}")
-        for name in listed
-        if name not in headers
+        Defect("Y10", name, f"is in the index but not in {listed[name]}") for name in listed if name not in headers
     ]
     extra = [
-        Finding("Y10", name, f"is in {header.file.name} but not in the index, so loaders skip it")
+        Defect("Y10", name, f"is in {header.file.name} but not in the index, so loaders skip it")
         for name, header in headers.items()
         if name not in listed
     ]

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from moonep_validate.cases.layout import Bools, Int32s, Ints, Layout
-from moonep_validate.judge.oracle.plan import Plan, mark_duplicates, rank_quotas
+from moonep_validate.judge.oracle.plan import ExpectedPlan, mark_duplicates, rank_quotas
 from moonep_validate.judge.stages import STAGES
 from moonep_validate.reference import moonep_b
 from moonep_validate.reference.transport import MoonEPCommPlan
@@ -107,7 +107,7 @@ OTHER = Policy(spare_donors, small_experts=True, last_ranks=True, backward_rows=
 FEWEST_MOVES = Policy(many_donors, small_experts=True)
 
 
-def other_plan(topk: Ints, layout: Layout, policy: Policy = OTHER) -> Plan:
+def other_plan(topk: Ints, layout: Layout, policy: Policy = OTHER) -> ExpectedPlan:
     """Plan ``[R, S, K]`` expert ids by a policy, with plain loops."""
     assert layout.generation == "B", "slots that run out are generation A's business"
     routes = np.asarray(topk, np.int64).reshape(layout.R, -1)
@@ -123,7 +123,7 @@ def other_plan(topk: Ints, layout: Layout, policy: Policy = OTHER) -> Plan:
     copied = np.bincount(copies[copies >= 0] // layout.experts_per_rank, minlength=layout.R)
     stats = np.stack([_remote(alloc, layout).sum(axis=0), copied], axis=1)
     dst = mark_duplicates(raw, layout.K, layout.num_rows)
-    return Plan(layout, quotas, alloc, copies, cu_seqlens, zero_fill, stats, raw, dst)
+    return ExpectedPlan(layout, quotas, alloc, copies, cu_seqlens, zero_fill, stats, raw, dst)
 
 
 def _remote(alloc: Ints, layout: Layout) -> Bools:

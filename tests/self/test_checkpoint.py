@@ -20,7 +20,7 @@ from moonep_validate.formats.kimi_k3 import ExpertTensor, Geometry, write_checkp
 from moonep_validate.tools import plausible, shards
 from moonep_validate.tools.checkpoint import inspect
 from moonep_validate.tools.config import CHECKED, CheckpointError, read_config
-from moonep_validate.tools.shards import Finding
+from moonep_validate.tools.shards import Defect
 
 Cli = Callable[..., tuple[int, str, str]]
 GEOMETRY = Geometry().scaled(16, hidden=64, num_experts=12, top_k=3, moe_layers=2, shared_experts=0)
@@ -55,7 +55,7 @@ def change(folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
     (folder / shards.INDEX).write_text(json.dumps(index))
 
 
-def found(folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> list[Finding]:
+def found(folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> list[Defect]:
     change(folder, edit)
     return inspect(folder).findings
 
@@ -144,7 +144,7 @@ def test_nan_scales_are_named_with_their_place(folder: Path, piece: int, monkeyp
         tensors[name(2, 7, "w1")][0, 0] = 255  # a code byte may be anything
 
     assert found(folder, edit) == [
-        Finding("Y7", f"{name(2, 7, 'w3', 'weight_scale')}[150, 3]", "scale byte 0xFF (NaN); 2 of its bytes are")
+        Defect("Y7", f"{name(2, 7, 'w3', 'weight_scale')}[150, 3]", "scale byte 0xFF (NaN); 2 of its bytes are")
     ]
 
 
@@ -160,10 +160,10 @@ def test_zero_constant_and_equal_experts_are_found(folder: Path) -> None:
         tensors[name(2, 1, "w3")] = tensors[name(2, 1, "w1")].clone()
 
     assert found(folder, edit) == [
-        Finding("Y12", "layer 1, expert 2, w2 (down)", "every value is zero"),
-        Finding("Y12", "layer 1, expert 3, w1 (gate)", "every code byte is 33 and every scale byte 126"),
-        Finding("Y12", "layer 2, expert 1", "w1 (gate) and w3 (up) have the same code bytes"),
-        Finding("Y12", "layer 2, expert 9", "all its bytes are those of layer 1, expert 5"),
+        Defect("Y12", "layer 1, expert 2, w2 (down)", "every value is zero"),
+        Defect("Y12", "layer 1, expert 3, w1 (gate)", "every code byte is 33 and every scale byte 126"),
+        Defect("Y12", "layer 2, expert 1", "w1 (gate) and w3 (up) have the same code bytes"),
+        Defect("Y12", "layer 2, expert 9", "all its bytes are those of layer 1, expert 5"),
     ]
 
 
@@ -178,10 +178,10 @@ def test_missing_and_extra_experts_are_found(folder: Path) -> None:
         tensors[name(0, 0, "w1")] = torch.arange(192 * 112).to(torch.uint8).reshape(192, 112) + 1
 
     assert found(folder, edit) == [
-        Finding("Y10", "layer 2", "experts 3-5, 11 are missing; the config says 12"),
-        Finding("Y10", "layer 1, expert 6", "has no w1.weight_scale, w2.weight_packed"),
-        Finding("Y10", "layer 0", "expert 0 is too many; the config has 12 experts in layers 1 to 2"),
-        Finding("Y10", "layer 1", "expert 12 is too many; the config has 12 experts in layers 1 to 2"),
+        Defect("Y10", "layer 2", "experts 3-5, 11 are missing; the config says 12"),
+        Defect("Y10", "layer 1, expert 6", "has no w1.weight_scale, w2.weight_packed"),
+        Defect("Y10", "layer 0", "expert 0 is too many; the config has 12 experts in layers 1 to 2"),
+        Defect("Y10", "layer 1", "expert 12 is too many; the config has 12 experts in layers 1 to 2"),
     ]
 
 
@@ -224,8 +224,8 @@ def test_the_index_is_held_against_the_files(folder: Path) -> None:
     index["weight_map"]["lm_head.weight"] = file
     path.write_text(json.dumps(index))
     assert inspect(folder).findings == [
-        Finding("Y10", "lm_head.weight", f"is in the index but not in {file}"),
-        Finding("Y10", name(1, 0, "w1"), f"is in {file} but not in the index, so loaders skip it"),
+        Defect("Y10", "lm_head.weight", f"is in the index but not in {file}"),
+        Defect("Y10", name(1, 0, "w1"), f"is in {file} but not in the index, so loaders skip it"),
     ]
 
 
@@ -235,7 +235,7 @@ def test_a_name_in_two_files_is_found_and_no_index_is_needed(folder: Path) -> No
     again = load_file(folder / "model-00001-of-00003.safetensors")
     save_file({name(1, 0, "w1"): again[name(1, 0, "w1")]}, folder / "model-extra.safetensors")
     where = "is in model-00001-of-00003.safetensors and again in model-extra.safetensors"
-    assert inspect(folder).findings == [Finding("Y10", name(1, 0, "w1"), where)]
+    assert inspect(folder).findings == [Defect("Y10", name(1, 0, "w1"), where)]
 
 
 COPY = "copy.model"
@@ -258,14 +258,14 @@ def test_a_complete_copy_under_another_root_hides_nothing(folder: Path) -> None:
         tensors[name(2, 3, "w1", "weight_scale")][4, 5] = 255
 
     assert found(folder, edit) == [
-        Finding(
+        Defect(
             "Y10",
             f"root {COPY}",
             "143 tensors of its experts are under root language_model.model too; a loader that goes by the end of a "
             "name takes the last",
         ),
-        Finding("Y10", "layer 1, expert 6", "has no w2.weight_packed"),
-        Finding("Y7", f"{name(2, 3, 'w1', 'weight_scale')}[4, 5]", "scale byte 0xFF (NaN); 1 of its bytes are"),
+        Defect("Y10", "layer 1, expert 6", "has no w2.weight_packed"),
+        Defect("Y7", f"{name(2, 3, 'w1', 'weight_scale')}[4, 5]", "scale byte 0xFF (NaN); 1 of its bytes are"),
     ]
     assert len(inspect(folder).experts) == 143
 
@@ -295,13 +295,13 @@ def test_layers_split_over_roots_and_other_spellings_are_found(folder: Path) -> 
             tensors[name(1, 0, "w1").replace("experts.0", place)] = tensors[name(1, 0, "w1")].clone()
 
     assert found(folder, edit) == [
-        Finding(
+        Defect(
             "Y10",
             name(1, 0, "w1").replace("experts.0", place),
             f"is a second name of {name(1, expert, 'w1')}, which is there too; a loader may take either",
         )
         for place, expert in (("experts.00", 0), ("experts.007", 7))
-    ] + [Finding("Y10", "layer 2", "is under root model only, the model's root is language_model.model")]
+    ] + [Defect("Y10", "layer 2", "is under root model only, the model's root is language_model.model")]
 
 
 @pytest.mark.parametrize("indexed", ["first", "last"])
@@ -317,7 +317,7 @@ def test_both_copies_of_a_name_in_two_files_are_judged(indexed: str, folder: Pat
         index["weight_map"][key] = "model-extra.safetensors"
     (folder / shards.INDEX).write_text(json.dumps(index))
     where = f"{key}[0, 0]" + (" in model-extra.safetensors" if indexed == "first" else "")
-    assert inspect(folder).findings[2:] == [Finding("Y7", where, "scale byte 0xFF (NaN); 1 of its bytes are")]
+    assert inspect(folder).findings[2:] == [Defect("Y7", where, "scale byte 0xFF (NaN); 1 of its bytes are")]
 
 
 def scales_of(edit: Callable[[Tensor], Any]) -> Callable[[dict[str, Tensor]], None]:
@@ -370,7 +370,7 @@ def test_the_quantisation_that_the_config_states_is_compared(
         folder,
         lambda text: text["quantization_config"]["config_groups"]["group_0"]["weights"].update({key: value}),
     )
-    said = Finding("Y11", "config.json", f"group_0: weights' {key} is {value!r}, MXFP4 has {due}")
+    said = Defect("Y11", "config.json", f"group_0: weights' {key} is {value!r}, MXFP4 has {due}")
     assert inspect(folder, content=False).findings == [said]
     assert cli("checkpoint", str(folder))[0] == 1
     rewrite(

@@ -14,11 +14,13 @@ from moonep_validate.cases.case import Case
 from moonep_validate.doors.cli.main import app
 from moonep_validate.faults import FAULTS
 from moonep_validate.judge.checks import CHECKS
+from moonep_validate.judge.stages import STAGES
 from moonep_validate.judge.verdict import EXIT_CODES
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-CONTRACT = (ROOT / "docs" / "contract.md").read_text()
+DOCS = ROOT / "docs"
+CONTRACT = (DOCS / "contract.md").read_text()
 
 
 def test_every_check_is_explained_and_marked_as_checked() -> None:
@@ -46,6 +48,18 @@ def test_case_lines_in_documents_are_cases() -> None:
         for line in lines:
             assert str(Case.parse(line)) == line, path
     assert lines or README.count("genB+") > 3
+
+
+def test_a_score_in_a_document_is_that_of_the_last_whole_run() -> None:
+    pages = " ".join(" ".join(path.read_text().split()) for path in [ROOT / "README.md", *DOCS.glob("*.md")])
+    (score,) = re.findall(r"^\d+ of \d+ faults killed.*(?=\.$)", (DOCS / "faults.md").read_text(), re.MULTILINE)
+    assert set(re.findall(r"\d+ of \d+ faults killed, [^.*]* kill one", pages)) == {score}
+
+
+def test_every_stage_is_described_as_its_record_says() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| ([^|]*) \|$", (DOCS / "architecture.md").read_text(), re.MULTILINE)
+    owner = {"moonep": "MoonEP", "any": "all"}
+    assert rows == [(s.name, owner.get(s.owner, s.owner), s.does) for s in STAGES.values()]
 
 
 def test_seeded_faults_in_readme_exist() -> None:

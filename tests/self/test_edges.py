@@ -12,7 +12,7 @@ import pytest
 from moonep_validate.cases.case import Case
 from moonep_validate.cases.layout import Ints, Layout
 from moonep_validate.judge.oracle.edges import fullest, largest_end, slots_needed, ties, to_table, worst_padding
-from moonep_validate.judge.oracle.plan import Plan, allocate, make_plan, rank_quotas
+from moonep_validate.judge.oracle.plan import ExpectedPlan, allocate, make_plan, rank_quotas
 from tests.self.naive_plan import naive_plan
 
 # (R, E, K, S) with E**(R*S*K) at most 20,000 routings.
@@ -53,7 +53,7 @@ def _needed(alloc: Ints, layout: Layout) -> Ints:
     return np.asarray(((alloc > 0) & remote).sum(axis=-2))
 
 
-def _padding(plan: Plan) -> int:
+def _padding(plan: ExpectedPlan) -> int:
     return int((plan.cu_seqlens[:, -1] - plan.layout.capacity).sum())
 
 

@@ -40,7 +40,7 @@ from moonep_validate.cases.case import Case, Spec
 from moonep_validate.cases.layout import Bools, Ints, Layout
 from moonep_validate.judge.checks import CHECKS, run_check
 from moonep_validate.judge.facts import Step
-from moonep_validate.judge.oracle.plan import Plan, make_plan
+from moonep_validate.judge.oracle.plan import ExpectedPlan, make_plan
 from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.run import run_case
 from moonep_validate.reference.planner import plan_rank
@@ -119,7 +119,7 @@ def every_load(shape: Shape) -> Ints:
 
 @dataclass(frozen=True)
 class Plans:
-    """Many plans of one layout: fields as in ``Plan`` with a leading axis ``[N]``, routes are ``[N, R, S, K]``."""
+    """Many plans of one layout: fields as in ``ExpectedPlan`` with a leading axis ``[N]``, routes are ``[N, R, S, K]``."""
 
     layout: Layout
     topk: Ints
@@ -132,7 +132,7 @@ class Plans:
     remote_stats: Ints
 
     @classmethod
-    def of(cls, layout: Layout, topk: Ints, plans: list[Plan]) -> Plans:
+    def of(cls, layout: Layout, topk: Ints, plans: list[ExpectedPlan]) -> Plans:
         def stacked(name: str) -> Ints:
             return np.stack([getattr(plan, name) for plan in plans]).astype(np.int64)
 
@@ -402,7 +402,7 @@ def assert_checks_pass(topk: Ints, layout: Layout) -> None:
         assert result.status == "passed" or (check.id == "L16" and unequal), f"{step.trace.case}: {result}"
 
 
-def assert_naive_agrees(topk: Ints, layout: Layout, plan: Plan) -> None:
+def assert_naive_agrees(topk: Ints, layout: Layout, plan: ExpectedPlan) -> None:
     expected = naive_plan(topk.tolist(), layout)
     assert expected.pop("num_rows") == layout.num_rows
     for field, value in expected.items():

@@ -14,7 +14,7 @@ from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.cases.layout import Ints, Layout
 from moonep_validate.data import routing
 from moonep_validate.data.routing import topk_ids
-from moonep_validate.judge.oracle.plan import Plan, make_plan
+from moonep_validate.judge.oracle.plan import ExpectedPlan, make_plan
 
 GEOMETRIES = (
     "genB+R4+E8+K2+S9",
@@ -63,7 +63,7 @@ def home_loads(case: Case) -> list[int]:
     return (ids_of(case) // case.experts_per_rank).flatten().bincount(minlength=case.R).tolist()
 
 
-def plan_of(case: Case) -> Plan:
+def plan_of(case: Case) -> ExpectedPlan:
     return make_plan(ids_of(case).numpy(), Layout.of(case))
 
 

@@ -19,7 +19,7 @@ from moonep_validate.doors.cli.options import console
 if TYPE_CHECKING:
     from moonep_validate.formats.kimi_k3 import Geometry
     from moonep_validate.tools.checkpoint import Progress, Report
-    from moonep_validate.tools.memory import Plan
+    from moonep_validate.tools.memory import Footprint
 
 #: Findings that are printed; all of them are counted, and in the JSON.
 SHOWN = 20
@@ -131,7 +131,7 @@ def _show_report(report: Report, ep: int | None) -> None:
     _print(f"{len(report.findings)} findings: {counts}" if counts else "no findings")
 
 
-def _show_memory(plans: list[Plan], title: str, size: int | None, gpu: str | None) -> None:
+def _show_memory(plans: list[Footprint], title: str, size: int | None, gpu: str | None) -> None:
     _print(title)
     for one in plans:
         _print(f"generation {one.layout.generation}")

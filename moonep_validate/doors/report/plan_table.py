@@ -8,12 +8,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from moonep_validate.judge.oracle.plan import Plan
+from moonep_validate.judge.oracle.plan import ExpectedPlan
 
 _LARGE = 32
 
 
-def show_plan(console: Console, plan: Plan, stats: dict[str, object], title: str) -> None:
+def show_plan(console: Console, plan: ExpectedPlan, stats: dict[str, object], title: str) -> None:
     """What MoonEP will do with a routing."""
     layout = plan.layout
     console.print(f"[bold]{escape(title)}[/bold]", highlight=False, soft_wrap=True)
@@ -56,7 +56,7 @@ def show_plan(console: Console, plan: Plan, stats: dict[str, object], title: str
         console.print(f"  {name.replace('_', ' ')}: {_figure(name, value)}", highlight=False)
 
 
-def _show_groups(console: Console, plan: Plan) -> None:
+def _show_groups(console: Console, plan: ExpectedPlan) -> None:
     """The groups with rows of every rank."""
     experts = plan.layout.group_experts(plan.experts_to_copy)
     table = Table(box=None, pad_edge=False, header_style="bold")

@@ -10,11 +10,11 @@ import numpy as np
 from moonep_validate.cases.layout import Bools, Ints
 from moonep_validate.judge.checks import Compared, Place, axes, differ
 from moonep_validate.judge.facts import Absent, Missing, Step, tally
-from moonep_validate.judge.oracle.plan import Plan, make_plan
+from moonep_validate.judge.oracle.plan import ExpectedPlan, make_plan
 from moonep_validate.judge.registry import check
 
 
-def _oracle(s: Step) -> Plan:
+def _oracle(s: Step) -> ExpectedPlan:
     """Upstream's plan for the step's routing; computed once per step."""
     _legal(s)
     if s.oracle_plan is None:

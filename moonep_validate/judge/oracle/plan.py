@@ -16,7 +16,7 @@ from moonep_validate.cases.layout import Int32s, Ints, Layout
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExpectedPlan:
     """The plan of all ranks; the outer index is the rank unless said otherwise.
 
     Attributes:
@@ -42,7 +42,7 @@ class Plan:
     dst: Int32s
 
 
-def make_plan(topk_ids: Ints, layout: Layout) -> Plan:
+def make_plan(topk_ids: Ints, layout: Layout) -> ExpectedPlan:
     """Plan a routing.
 
     Args:
@@ -56,7 +56,7 @@ def make_plan(topk_ids: Ints, layout: Layout) -> Plan:
     return _plan(np.bincount(routes.ravel(), minlength=layout.E).astype(np.int64), layout, routes)
 
 
-def plan_of_loads(loads: Ints, layout: Layout) -> Plan:
+def plan_of_loads(loads: Ints, layout: Layout) -> ExpectedPlan:
     """Everything of a plan that the load of each expert decides: all but where each single route goes.
 
     Args:
@@ -77,14 +77,14 @@ def plan_of_loads(loads: Ints, layout: Layout) -> Plan:
     return _plan(loads, layout, None)
 
 
-def _plan(counts: Ints, layout: Layout, routes: Ints | None) -> Plan:
+def _plan(counts: Ints, layout: Layout, routes: Ints | None) -> ExpectedPlan:
     quotas = rank_quotas(counts, layout)
     alloc = allocate(counts, quotas, layout)
     experts_to_copy = layout.slot_order(alloc)
     start, cu_seqlens, zero_fill = _lay_out(alloc, experts_to_copy, layout)
     none = np.empty((layout.R, 0), np.int32)
     raw = none if routes is None else _destinations(routes, alloc, start, layout)
-    return Plan(
+    return ExpectedPlan(
         layout=layout,
         quotas=quotas,
         alloc=alloc,

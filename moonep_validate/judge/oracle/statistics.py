@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from moonep_validate.judge.oracle.plan import Plan
+from moonep_validate.judge.oracle.plan import ExpectedPlan
 
 
-def plan_stats(plan: Plan, bytes_per_expert: int) -> dict[str, Any]:
+def plan_stats(plan: ExpectedPlan, bytes_per_expert: int) -> dict[str, Any]:
     """Figures of one plan.
 
     Args:
