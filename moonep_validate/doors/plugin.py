@@ -89,9 +89,9 @@ def _generations(config: pytest.Config) -> tuple[str, ...]:
     """Those of the target; it is imported only where an option names one that may be wrong."""
     options = config.stash[_OPTIONS]
     if kind_of(options).own_ranks:  # started by the first test that needs it, not by every worker of xdist
-        from moonep_validate.subjects.engines.start import generations
+        from moonep_validate.subjects.engines.start import declared
 
-        return generations(options.subject)
+        return declared(options.subject).generations
     if options.fault or options.moonep_module:
         return _job(config).target.generations
     return ("A", "B")

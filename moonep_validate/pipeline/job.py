@@ -9,7 +9,7 @@ from moonep_validate.cases.case import CaseError, Spec
 from moonep_validate.pipeline import target as targets
 from moonep_validate.pipeline.target import EMBEDDED, Target
 from moonep_validate.subjects import Subject, subject_with_experts
-from moonep_validate.subjects.experts import DEFAULT
+from moonep_validate.subjects.experts import DEFAULT, is_own
 from moonep_validate.trace.trace import Part
 
 
@@ -28,6 +28,7 @@ class Job:
         recording: how much of each tensor is recorded, see keep.py.
         experts: who computes the expert rows around a Buffer, see ``experts.find``.
         experts_part: what that is, or None where it cannot run.
+        experts_activations: that it has.
         not_run: why nothing can run here, or None.
         waivers: a file of known defects; None is what ships with the suite, an empty text is none.
     """
@@ -41,6 +42,7 @@ class Job:
     recording: str = "full"
     experts: str = DEFAULT
     experts_part: Part | None = None
+    experts_activations: tuple[str, ...] = ()
     not_run: str | None = None
     waivers: str | None = None
 
@@ -50,17 +52,24 @@ class Job:
         subject = self.target.subject(self.device, self.not_run)
         if self.experts == DEFAULT:
             return subject
-        return subject_with_experts(subject, self.experts, self.experts_part, self.not_run)
+        return subject_with_experts(
+            subject, self.experts, self.experts_part, self.experts_activations, self.not_run
+        )
 
     @property
     def runs_in(self) -> str:
         """The world in which the ranks run."""
-        return self.world or self.target.kind.world
+        return self.world or self.own_world
+
+    @property
+    def own_world(self) -> str:
+        """Where the ranks run if nobody says: code from outside runs in processes."""
+        return self.target.kind.world if is_own(self.experts) else "processes"
 
     @property
     def reproducer(self) -> str:
         """The command-line options that differ from the defaults."""
-        own = self.world in (None, "torchrun", self.target.kind.world)
+        own = self.world in (None, "torchrun", self.own_world)
         options = {
             "world": None if own else self.world,
             "device": None if self.device == "cpu" else self.device,
@@ -106,5 +115,6 @@ class Job:
             "target": targets.from_json(data["target"]),
             "faults": tuple(Spec.parse(fault) for fault in data["faults"]),
             "experts_part": Part.from_json(part) if part else None,
+            "experts_activations": tuple(data["experts_activations"]),
         }
         return cls(**{**data, **read})

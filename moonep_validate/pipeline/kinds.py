@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moonep_validate.cases.case import CaseError
-from moonep_validate.pipeline.options import REFERENCE, Options, spelled
+from moonep_validate.pipeline.options import OWN_EXPERTS, REFERENCE, Options, spelled
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,9 @@ def refuse(options: Options) -> None:
             *most, last = map(spelled, names)
             raise CaseError(f"{', '.join(most)}{' and ' if most else ''}{last} {why}")
     if options.world == "threads":
-        if kind_of(options).world != "threads":
-            outside = options.moonep_module or options.subject
+        foreign = options.experts.partition(":")[0] not in OWN_EXPERTS
+        if kind_of(options).world != "threads" or foreign:
+            outside = options.experts if foreign else options.moonep_module or options.subject
             raise CaseError(f"--world threads: code from outside ({outside}) runs in processes only")
         if options.device == "cuda":
             raise CaseError("--world threads: on cuda each rank is a process with a GPU of its own; use processes")

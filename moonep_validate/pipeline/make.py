@@ -75,10 +75,9 @@ def _with_experts(job: Job, name: str) -> Job:
     """Ask a part for the experts what it is; one that cannot run here makes every case not run."""
     if name == DEFAULT:
         return job
-    answer = identify_experts(name)
-    if isinstance(answer, str):
-        return replace(job, experts=name, not_run=answer)
-    return replace(job, experts=name, experts_part=answer)
+    found = identify_experts(name, job.environment)
+    known = replace(job, experts=name, experts_part=found.part, experts_activations=found.activations)
+    return replace(known, not_run=found.reason or job.not_run)
 
 
 def _engine(options: Options, job: Job) -> Job:
@@ -86,9 +85,9 @@ def _engine(options: Options, job: Job) -> Job:
     waivers_of(job.waivers)  # a bad file is said before anything starts
     device = options.device or ("cuda" if torch.cuda.device_count() > 1 else "cpu")
     name, path = options.subject, options.engine_path
-    if path and (wrong := paths.misses(path, engines.package(name))):
+    if path and (wrong := paths.misses(path, engines.declared(name).package)):
         raise CaseError(wrong)
-    target = Engine(name, engines.generations(name), path)
+    target = Engine(name, engines.declared(name).generations, path)
     job = replace(job, target=target, device=device)
     if device == "cuda" and (found := torch.cuda.device_count()) < 2:
         return replace(job, not_run=f"--device cuda needs a GPU for each of at least 2 ranks; torch sees {found}")

@@ -14,6 +14,8 @@ from moonep_validate.cases.profiles import PROFILES
 
 #: The subject and the experts where none are named: our own.
 REFERENCE = "reference"
+#: Experts that are this project's or torch's; all others are code from outside.
+OWN_EXPERTS = (REFERENCE, "float64", "torch")
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,9 @@ def _record_in_processes(job: Job, case: Case, trace: Trace) -> None:
     except (OSError, RuntimeError) as error:
         trace.errors.append(f"the worker processes could not run this case: {error}")
         return
+    if trace.not_run and any(trace.calls):
+        trace.not_run = ""
+        trace.errors.append("some ranks refused the case, and others ran it")
     trace.autopsy = pool.autopsy
     waited = pool.autopsy.get("silent") or job.deadline
     deadlock = deadlocked(replies)
@@ -134,6 +137,7 @@ def add_part(trace: Trace, rank: int, data: bytes) -> None:
     if len(part.calls) != 1:
         raise TraceError(f"it has the calls of {len(part.calls)} ranks; those of 1 are due")
     trace.calls[rank], trace.relations = part.calls[0], part.relations or trace.relations
+    trace.not_run = part.not_run or trace.not_run
     trace.errors += [f"rank {rank}: {error}" for error in part.errors]
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from moonep_validate.cases.case import Case
 from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.record import open_trace, rank_main
+from moonep_validate.pipeline.target import Engine
 from moonep_validate.subjects.engines import start as engines
 from moonep_validate.trace.keep import Keep
 from moonep_validate.trace.trace import Recorder, Trace, described
@@ -89,6 +90,10 @@ def record_rank(job: Job, case: Case, comm: Logged) -> tuple[Trace, bool]:
     """This rank's part of a case, as a trace of one rank, and whether the rank raised; peers are told of that."""
     flight, trace, failed = comm.flight, open_trace(job, case), False
     flight.begin(str(case))
+    if isinstance(job.target, Engine) and (reason := engines.refusal(job.target.name, case)):
+        trace.not_run, trace.calls = reason, [[]]
+        flight.note(DONE)
+        return trace, False
     recorder = Recorder(flight.tell, Keep.parse(job.recording))
     try:
         trace.relations = rank_main(job, case, comm, recorder)

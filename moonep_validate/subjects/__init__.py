@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moonep_validate import __version__
@@ -127,18 +127,21 @@ def module_subject(
     )
 
 
-def subject_with_experts(subject: Subject, name: str, part: Part | None, not_run: str | None) -> Subject:
+def subject_with_experts(
+    subject: Subject, name: str, part: Part | None, activations: Sequence[str], not_run: str | None
+) -> Subject:
     """A subject with another part in the place of our reference experts.
 
     Args:
         subject: a Buffer with experts around it.
         name: of the part.
         part: what it is, or None where it cannot run.
+        activations: that it has.
         not_run: why it cannot.
     """
 
     def supports(case: Case) -> str | None:
-        return not_run or subject.supports(case) or experts.unsupported(name, case)
+        return not_run or subject.supports(case) or experts.unsupported(name, activations, case)
 
     who = f"{part.package} {part.version}" if part else name
     return replace(

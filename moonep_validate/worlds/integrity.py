@@ -1,7 +1,7 @@
 """Is this package, as it is loaded in this process, what its source says? Code from outside may have patched it.
 
 Each function and method that a module's source defines must still be found under its name, and come from that
-file and line. Who patches with care can hide it (docs/trust.md).
+file. Who patches with care can hide it (docs/trust.md).
 """
 
 from __future__ import annotations
@@ -40,35 +40,32 @@ def _loaded() -> list[ModuleType]:
 
 def _differences(module: ModuleType) -> Iterator[str]:
     file = getattr(module, "__file__", None) or ""
-    for path, lines in _defined(module.__name__, file).items():
+    for path in _defined(module.__name__, file):
         code = _code(_found(module, path))
-        if code is None or (code.co_filename == file and code.co_firstlineno in lines):
+        if code is None or (code.co_filename == file and code.co_name == path[-1]):
             continue
         if code.co_filename == file or not code.co_filename.startswith(_FOLDER):  # else a decorator of ours
             yield ".".join((module.__name__, *path))
 
 
 @cache
-def _defined(name: str, file: str) -> dict[tuple[str, ...], set[int]]:
-    """Path of names -> first lines of the functions that a file defines under it."""
-    found: dict[tuple[str, ...], set[int]] = {}
+def _defined(name: str, file: str) -> tuple[tuple[str, ...], ...]:
+    """The paths of names of the functions that a file defines."""
     try:
-        code = SourceFileLoader(name, file).get_code(name)
+        return tuple(_paths(SourceFileLoader(name, file).get_code(name), ()))
     except (ImportError, OSError, SyntaxError):
-        return found
-    _collect(code, (), found)
-    return found
+        return ()
 
 
-def _collect(code: CodeType | None, path: tuple[str, ...], found: dict[tuple[str, ...], set[int]]) -> None:
+def _paths(code: CodeType | None, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     for inner in code.co_consts if code else ():
         if not isinstance(inner, CodeType) or inner.co_name.startswith("<"):
             continue
         here = (*path, inner.co_name)
         if inner.co_flags & inspect.CO_OPTIMIZED:
-            found.setdefault(here, set()).add(inner.co_firstlineno)
+            yield here
         else:  # the body of a class
-            _collect(inner, here, found)
+            yield from _paths(inner, here)
 
 
 def _found(module: ModuleType, path: tuple[str, ...]) -> Any:

@@ -14,8 +14,6 @@ from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.oracle.bounds import block_variance
 from moonep_validate.judge.oracle.dense import grouped_rows
 from moonep_validate.judge.verdict import Verdict
-from moonep_validate.pipeline.make import make_job
-from moonep_validate.pipeline.options import Options
 from moonep_validate.pipeline.run import run_case
 from moonep_validate.reference.experts import swiglu
 from moonep_validate.subjects import experts
@@ -23,6 +21,7 @@ from moonep_validate.subjects.experts import deepgemm
 from moonep_validate.subjects.experts.behaviour import behaviour
 from moonep_validate.subjects.experts.implementation import Unavailable
 from tests.self import fake_deep_gemm as fake
+from tests.self.parts import job_here
 
 FAKE = "tests.self.fake_deep_gemm"
 INTS = Case.parse("genB+R2+E6+K2+S7+H128+I128+pad5+hot:1+@slot_used")
@@ -37,7 +36,7 @@ def _state() -> Iterator[None]:
 
 
 def verdict_of(name: str, case: Case) -> Verdict:
-    return run_case(make_job(Options(experts=name)), case)[1]
+    return run_case(job_here(name), case)[1]
 
 
 def test_tiles_that_ignore_the_alignment_are_caught_and_named() -> None:

@@ -20,8 +20,8 @@ from moonep_validate.pipeline.run import run_case
 from moonep_validate.subjects import experts
 from moonep_validate.subjects.experts import torch_grouped
 from moonep_validate.subjects.experts.implementation import Unavailable
-from moonep_validate.trace.trace import Part
 from tests.self import fake_deep_gemm as fake
+from tests.self.parts import job_here
 
 FAKE = "tests.self.fake_deep_gemm"
 INTS = Case.parse("genB+R2+E6+K2+S7+H128+I128+pad5+hot:1+@slot_used")
@@ -36,7 +36,7 @@ def _state() -> Iterator[None]:
 
 
 def verdict_of(name: str, case: Case) -> Verdict:
-    return run_case(make_job(Options(experts=name)), case)[1]
+    return run_case(job_here(name), case)[1]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_situ_is_computed_where_the_model_has_it(name: str) -> None:
 @pytest.mark.parametrize("fault", ["group-index-off-by-one", "offset-wraps", "tail-written", "weight-on-input"])
 def test_faults_are_found_on_other_parts_too(fault: str) -> None:
     for case in (INTS, ALONE):
-        job = make_job(Options(experts=f"{FAKE}:bf16", fault=(fault,)))
+        job = job_here(f"{FAKE}:bf16", fault)
         first = run_case(job, case)[1].first
         assert first is not None, (fault, case)
         assert first.stage == "experts"
@@ -130,7 +130,6 @@ def test_packed_weights_are_portable_where_hardware_takes_their_bytes(H: int, I:
 
 def test_what_cannot_run_here_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    experts.find.cache_clear()
     job = make_job(Options(experts="deep_gemm"))
     verdict = run_case(job, INTS)[1]
     assert verdict.status == "not_run"
@@ -141,11 +140,11 @@ def test_what_cannot_run_here_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert unmet(make_job(Options(experts="torch")), ["experts=torch"]) == []
     assert unmet(make_job(), ["experts=torch"]) != []
-    assert isinstance(experts.identify("torch"), Part)
+    assert experts.identify("torch").part is not None
 
 
 def test_a_part_is_asked_for_what_it_supports() -> None:
-    situ = run_case(make_job(Options(experts=f"{FAKE}:careless")), Case.parse("genB+R2+E6+K2+S7+fill:real+k3"))[1]
+    situ = run_case(job_here(f"{FAKE}:careless"), Case.parse("genB+R2+E6+K2+S7+fill:real+k3"))[1]
     assert situ.status == "not_run"
     assert "has silu; model k3 needs situ" in situ.results[0].reason
     odd = run_case(make_job(Options(experts="torch")), Case.parse("genB+R2+E6+K2+S7+I20"))[1]

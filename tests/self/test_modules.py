@@ -246,7 +246,7 @@ def test_a_helper_that_a_module_starts_at_import_is_not_waited_for(
     )
     (tmp_path / "has_helper.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr("moonep_validate.subjects.identify.SECONDS", 600)
+    monkeypatch.setattr("moonep_validate.subjects.ask.SECONDS", 600)
     job = make_job(Options(moonep_module="has_helper"))
     assert job.target.generations == ("B",)
     assert not descendants.lives(int((tmp_path / "pid").read_text()))

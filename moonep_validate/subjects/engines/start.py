@@ -11,7 +11,8 @@ import importlib.util
 import inspect
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,14 @@ from moonep_validate.scenarios import SCENARIOS
 from moonep_validate.sessions.protocols import EngineDoor
 from moonep_validate.sessions.rig import Rig
 from moonep_validate.subjects import NOTHING, Subject
+from moonep_validate.subjects.ask import ask
 from moonep_validate.subjects.engines import tap
 from moonep_validate.subjects.engines.integration import Integration, Started
 from moonep_validate.subjects.engines.layer import LayerSession, uninitialised_memory_is_poison
 from moonep_validate.subjects.provenance import provenance
+from moonep_validate.trace.schema import build
 from moonep_validate.trace.trace import Part
+from moonep_validate.worlds import launch
 
 #: Tells a worker which device its tensors live on.
 DEVICE = "MOONEP_VALIDATE_DEVICE"
@@ -58,26 +62,59 @@ def integration(engine: str) -> Integration:
     return made
 
 
-def package(engine: str) -> str:
-    """The importable package of an engine: the ``package`` that its integration declares, else its ``name``.
+@dataclass(frozen=True)
+class Declared:
+    """What an integration says before its engine is imported.
+
+    Attributes:
+        package: the importable package of the engine: the ``package`` that the integration has, else its ``name``.
+        generations: the API generations of MoonEP that it calls: its ``generations``, else A.
+        environment: variables of the workers.
+    """
+
+    package: str
+    generations: tuple[str, ...]
+    environment: dict[str, str]
+
+
+def declared(engine: str, device: str = "cpu") -> Declared:
+    """What an engine's integration declares; one from outside is asked in another process, once.
 
     Raises:
-        CaseError: see ``integration``.
+        CaseError: if it declares other generations than A and B; else see ``integration``.
+    """
+    return _declared(engine, device, os.environ.get("PYTHONPATH"), launch.current_folder())
+
+
+@lru_cache(maxsize=8)
+def _declared(engine: str, device: str, *places: str | None) -> Declared:
+    arguments = {"engine": engine, "device": device}
+    own = engine in KNOWN or ":" not in engine
+    if not own:
+        return ask(Declared, "engine", arguments, f"--subject {engine}")
+    return build(Declared, answer(**arguments))
+
+
+def answer(engine: str, device: str) -> dict[str, Any]:
+    """A ``Declared`` as JSON data, made in this process.
+
+    Raises:
+        CaseError: see ``declared``.
     """
     made = integration(engine)
-    return str(getattr(made, "package", made.name))
+    calls = tuple(getattr(made, "generations", ("A",)))
+    if not calls or not set(calls) <= {"A", "B"}:
+        raise CaseError(f"--subject {engine}: its integration declares generations {calls}; known: A, B")
+    variables = {str(name): str(value) for name, value in made.environment(device).items()}
+    return asdict(Declared(str(getattr(made, "package", made.name)), calls, variables))
 
 
-def generations(engine: str) -> tuple[str, ...]:
-    """The API generations of MoonEP that an engine calls: the ``generations`` of its integration, else A.
+def refusal(engine: str, case: Case) -> str:
+    """Why the integration of an engine that was started here cannot run a case, or empty.
 
-    Raises:
-        CaseError: if it declares others than A and B; else see ``integration``.
+    That of a known engine is asked where the run is judged; that of an engine from outside on its ranks only.
     """
-    declared = tuple(getattr(integration(engine), "generations", ("A",)))
-    if not declared or not set(declared) <= {"A", "B"}:
-        raise CaseError(f"--subject {engine}: its integration declares generations {declared}; known: A, B")
-    return declared
+    return "" if engine in KNOWN else str(_started[engine].supports(case) or "")
 
 
 def on_device(device: str) -> dict[str, str]:
@@ -90,7 +127,7 @@ def environment(engine: str, path: str | None, device: str) -> dict[str, str]:
     shim = [] if importlib.util.find_spec("moonep") else [str(_SHIM)]
     paths = [*([path] if path else []), *shim, *filter(None, [os.environ.get("PYTHONPATH")])]
     ours = {DEVICE: device, "PYTHONPATH": os.pathsep.join(paths)}
-    return {**integration(engine).environment(device), **ours}
+    return {**declared(engine, device).environment, **ours}
 
 
 def start(engine: str, rank: int, size: int, device: str) -> dict[str, Any]:
@@ -175,7 +212,7 @@ def engine_subject(
             return f"model {case.model} runs on the embedded reference; leave --subject out"
         if FORMATS[case.format.name].scale:
             return f"format {case.format}: an integration is given BF16 weights; leave {case.format} out"
-        return integration(engine).supports(case)
+        return integration(engine).supports(case) if engine in KNOWN else None
 
     ours = "" if moonep and moonep.origin == "real" else ", moonep was this project's stand-in"
     cpu = "ranks were CPU processes with gloo" if device == "cpu" else "one GPU a rank"

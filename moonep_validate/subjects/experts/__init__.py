@@ -8,8 +8,8 @@ without the activation if it is fused. It may say about itself, as attributes of
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +21,7 @@ from moonep_validate.data.k3 import SITU_BETA, SITU_LINEAR_BETA
 from moonep_validate.data.problem import format_of
 from moonep_validate.formats.stored import FORMATS
 from moonep_validate.judge.oracle.arithmetic import ROUNDS
+from moonep_validate.subjects.ask import ask
 from moonep_validate.subjects.experts import deepgemm, loop, torch_grouped
 from moonep_validate.subjects.experts.implementation import (
     ACTIVATIONS,
@@ -31,9 +32,12 @@ from moonep_validate.subjects.experts.implementation import (
     Unavailable,
 )
 from moonep_validate.subjects.provenance import provenance
+from moonep_validate.trace.schema import build
 from moonep_validate.trace.trace import Part
 
 DEFAULT = "reference"
+#: Parts that are this project's or torch's; all others are code from outside, which runs in workers only.
+OWN = ("reference", "float64", "torch")
 #: name -> (how it is made, the device where none is named).
 KNOWN: dict[str, tuple[Callable[[str], Experts], str]] = {
     "reference": (loop.reference, ANYWHERE),
@@ -43,19 +47,57 @@ KNOWN: dict[str, tuple[Callable[[str], Experts], str]] = {
     "deep_gemm_fp8": (deepgemm.fp8_blocks, "cuda"),
     "deep_gemm_fp8_fp4": (deepgemm.fp8_fp4, "cuda"),
 }
+#: name -> why a case does not fit its kernels, or None.
+_REFUSES = {
+    "torch": torch_grouped.refuses,
+    "deep_gemm": deepgemm.refuses_rows,
+    "deep_gemm_fp8": deepgemm.refuses_blocks,
+}
 _ACTIVATION_OF = {"moe": "silu", "k3": "situ"}
 
 
-def identify(name: str) -> Part | str:
-    """What ``name`` is here, or why it cannot run here.
+def is_own(name: str) -> bool:
+    """Whether a part may run in the process that judges."""
+    return name.partition(":")[0] in OWN
+
+
+@dataclass(frozen=True)
+class Identified:
+    """What is known of a part where it is not imported.
+
+    Attributes:
+        part: what it is, or None where it cannot run.
+        activations: of ``ACTIVATIONS``, that it has.
+        reason: why it cannot run, or empty.
+    """
+
+    part: Part | None
+    activations: tuple[str, ...] = ()
+    reason: str = ""
+
+
+def identify(name: str, environment: Mapping[str, str] | None = None) -> Identified:
+    """What ``name`` is here, or why it cannot run here; code from outside is asked in another process.
 
     Raises:
-        CaseError: for a name that is none.
+        CaseError: for a name that is none, or code that cannot be had.
+    """
+    if is_own(name):
+        return build(Identified, answer(name))
+    return ask(Identified, "experts", {"name": name}, f"--experts {name}", dict(environment or {}))
+
+
+def answer(name: str) -> dict[str, Any]:
+    """An ``Identified`` as JSON data, made in this process.
+
+    Raises:
+        CaseError: see ``identify``.
     """
     try:
-        return find(name).part
+        found = find(name)
     except Unavailable as reason:
-        return f"experts {name}: {reason}"
+        return asdict(Identified(None, (), f"experts {name}: {reason}"))
+    return asdict(Identified(found.part, found.activations))
 
 
 @lru_cache(maxsize=8)
@@ -80,12 +122,12 @@ def find(name: str) -> Experts:
     return make(device)
 
 
-def unsupported(name: str, case: Case) -> str | None:
-    """Why a part cannot compute a case, or None; the part itself must be available."""
-    found, activation = find(name), _ACTIVATION_OF[case.model.name]
-    if activation not in found.activations:
-        return f"experts {name} has {', '.join(found.activations)}; model {case.model} needs {activation}"
-    reason = found.refuses(case)
+def unsupported(name: str, activations: Sequence[str], case: Case) -> str | None:
+    """Why a part with these activations cannot compute a case, or None; nothing is imported."""
+    activation, refuses = _ACTIVATION_OF[case.model.name], _REFUSES.get(name.partition(":")[0])
+    if activation not in activations:
+        return f"experts {name} has {', '.join(activations)}; model {case.model} needs {activation}"
+    reason = refuses(case) if refuses else None
     return f"experts {name}: {reason}" if reason else None
 
 

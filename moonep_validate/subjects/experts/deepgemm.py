@@ -157,7 +157,7 @@ def of_library(library: Library, kind: str, device: str) -> Experts:
     """The part on a given library."""
     rounds = _FP8_ROUNDS if kind == "fp8" else ()
     part = Part("real", rounds=rounds, **asdict(provenance(library.module)))
-    return Experts(partial(compute, library, kind), part, device, refuses=_blocks if kind == "fp8" else _rows)
+    return Experts(partial(compute, library, kind), part, device)
 
 
 def find(kind: str, device: str) -> Library:
@@ -207,13 +207,15 @@ def _gpus() -> str:
     return f"torch {torch.__version__} sees {count} GPU{'s' * (count != 1)}"
 
 
-def _rows(case: Case) -> str | None:
+def refuses_rows(case: Case) -> str | None:
+    """Why a case does not fit BF16, or None."""
     if case.H % 64 or case.I % 64:
         return f"H={case.H}, I={case.I}: DeepGEMM's BF16 products are tried here on multiples of 64 only"
     return None
 
 
-def _blocks(case: Case) -> str | None:
+def refuses_blocks(case: Case) -> str | None:
+    """Why a case does not fit FP8, or None."""
     if case.H % fp8.BLOCK or case.I % fp8.BLOCK:
         return f"H={case.H}, I={case.I}: FP8 blocks are {fp8.BLOCK} x {fp8.BLOCK}, so both must be multiples of it"
     return None

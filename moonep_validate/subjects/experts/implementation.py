@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moonep_validate.cases.case import Case
 from moonep_validate.trace.trace import Part
 
 #: gate and up of float32, one shape -> float32.
@@ -23,10 +22,6 @@ DEVICES = ("cpu", "cuda")
 ANYWHERE = "any"
 
 
-def _nothing(case: Case) -> str | None:
-    return None
-
-
 class Unavailable(RuntimeError):
     """A part that cannot run here: the message is the whole reason."""
 
@@ -40,7 +35,6 @@ class Experts:
         part: what was imported, with the rounding points that it has beyond those of the reference.
         device: where its tensors live, one of ``DEVICES``; others are copied there and back. Or ``ANYWHERE``.
         activations: of ``ACTIVATIONS``.
-        refuses: why it cannot compute a case, or None.
         formats: of ``formats.stored``; weights in another one are decoded to BF16 for it, which is exact for MXFP4
             (but for scales beyond the range of BF16), and recorded.
     """
@@ -50,7 +44,6 @@ class Experts:
     device: str = "cpu"
     activations: tuple[str, ...] = ACTIVATIONS
     formats: tuple[str, ...] = ("bf16",)
-    refuses: Callable[[Case], str | None] = _nothing
 
     @property
     def weight_at(self) -> str:

@@ -39,10 +39,11 @@ def make(device: str) -> Experts:
         return (product(inner, down) * row_weights[:, None]).to(rows.dtype)
 
     part = Part("real", **{**asdict(provenance(torch)), "package": name})
-    return Experts(compute, part, device, refuses=_refuses)
+    return Experts(compute, part, device)
 
 
-def _refuses(case: Case) -> str | None:
+def refuses(case: Case) -> str | None:
+    """Why a case does not fit, or None."""
     if case.I % 8:
         return f"I={case.I}: torch's grouped matrix product needs rows of whole 16 bytes, I a multiple of 8"
     return None
