@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from moonep_validate.cases.case import Case
+from moonep_validate.cases.profiles import profile
 from moonep_validate.data.problem import batch
 from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.judge import judge
@@ -233,6 +234,20 @@ def test_what_cannot_be_compared_says_why(out: Path) -> None:
     assert skipped(trace) == "an engine pads and orders its batches itself"
     trace.reproducer, trace.case = "", Case.parse("genB+R4+E896+K16+S4096+H3584+I3072")
     assert skipped(trace) == "the case is too large to be recorded again"
+
+
+def _of_each_scenario() -> dict[str, Case]:
+    """The first case of each scenario in the default profile."""
+    return {case.scenario.name: case for case in reversed(profile("default"))}
+
+
+@pytest.mark.parametrize("name", sorted(_of_each_scenario()))
+def test_every_scenario_makes_the_same_calls_and_inputs_again(name: str) -> None:
+    trace = record(Job(), _of_each_scenario()[name])
+    if judge(trace).ok:
+        assert recheck(trace) == ""
+    else:
+        assert trace.not_run, "the reference fails a case of the default profile"
 
 
 def test_a_pipe_in_the_place_of_a_trace_does_not_block(cli: Cli, out: Path) -> None:
