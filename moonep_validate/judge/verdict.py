@@ -141,11 +141,12 @@ class Verdict:
     def first(self) -> Result | None:
         """The result that names the broken stage: in the first step that went wrong, the earliest stage.
 
-        A difference that was seen comes before an answer that is unknown: a tap is often missing because of it.
+        A difference that was seen, in whatever step, comes before an answer that is unknown: taps of an early step
+        are missing because their rank was lost in a later one.
         """
         bad = [r for r in self.results if r.gates and r.status in ("failed", "hung", "unknown")]
         steps = list(dict.fromkeys(result.step for result in self.results))
-        order = lambda r: (steps.index(r.step), r.status == "unknown", PLACE[r.stage], -_BADNESS[r.status])  # noqa: E731
+        order = lambda r: (r.status == "unknown", steps.index(r.step), PLACE[r.stage], -_BADNESS[r.status])  # noqa: E731
         return min(bad, key=order, default=None)
 
     @property

@@ -178,7 +178,7 @@ def test_unwritable_output_folder_is_a_usage_error(cli: Cli, tmp_path: Path) -> 
     (tmp_path / "file").write_text("x")
     code, out, err = cli("run", "--case", CASE, "--out", str(tmp_path / "file" / "out"))
     assert (code, out) == (4, "")
-    assert "cannot be written: Not a directory" in err
+    assert "cannot be used: Not a directory" in err
 
 
 def test_a_passing_case_is_not_shrunk(cli: Cli) -> None:
