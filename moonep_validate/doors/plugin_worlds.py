@@ -16,7 +16,7 @@ import pytest
 
 from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.worlds import gpus
-from moonep_validate.worlds.place import Place, place
+from moonep_validate.worlds.place import Place, place, tie
 
 if TYPE_CHECKING:
     from moonep_validate.doors.torchrun import Parity
@@ -55,6 +55,7 @@ def configure(config: pytest.Config) -> None:
     here = config.stash[_PLACE] = place()
     if here is None:
         return
+    tie()
     if config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
         raise pytest.UsageError(
             f"-n under torchrun: each of the {here.size} ranks runs all tests; leave out -n, or torchrun"

@@ -22,14 +22,14 @@ from moonep_validate.judge.verdict import Verdict
 from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.judge import judge
 from moonep_validate.pipeline.lost import calls_of_lost_rank, deadlocked
-from moonep_validate.pipeline.record import RECORDERS, add_part, open_trace
+from moonep_validate.pipeline.record import RECORDERS, open_trace, take_parts
 from moonep_validate.pipeline.selection import buffer_key, too_few_gpus
 from moonep_validate.pipeline.worker import record_rank
 from moonep_validate.trace.trace import Call, Trace
 from moonep_validate.worlds import torchrun
-from moonep_validate.worlds.autopsy import Rank, autopsy
+from moonep_validate.worlds.autopsy import Rank, autopsy, diagnosis
 from moonep_validate.worlds.dist import DistComm
-from moonep_validate.worlds.flight import Logged, finish, phases
+from moonep_validate.worlds.flight import CASE, Logged, finish, phases
 from moonep_validate.worlds.place import place
 from moonep_validate.worlds.processes import Reply
 
@@ -72,8 +72,10 @@ class Parity:
     def record(self, job: Job, case: Case, trace: Trace) -> None:
         """Record a case on all ranks; called on rank 0 only, the others ``serve``."""
         self.world.share(("record", job.to_json(), str(case)))
-        for rank, data in enumerate(self._part(job, case)):
-            add_part(trace, rank, data)
+        replies = [Reply(data) for data in self._part(job, case)]
+        for rank, problem in take_parts(trace, replies).items():
+            lost = Reply(problem=problem)
+            trace.calls[rank] = calls_of_lost_rank(rank, lost, trace, job.deadline, deadlock=False)
 
     def _part(self, job: Job, case: Case) -> list[bytes]:
         """This rank's part of a case, then those of all ranks on rank 0."""
@@ -89,7 +91,9 @@ class Parity:
                 except RuntimeError as error:
                     trace.errors.append(f"this rank had finished, and its peers had not: {error}")
             with self.world.hurried(failed and not job.target.kind.embedded):
-                return self.world.gather(trace.to_bytes(sealed=False))
+                parts = self.world.gather(trace.to_bytes(sealed=False))
+            self._case = None
+            return parts
         raise AssertionError("a lost world has ended this process")
 
     def led(self, function: Callable[[], T]) -> T:
@@ -132,10 +136,18 @@ class Parity:
 
     def _bury(self, ranks: list[Rank], silent: float | None, why: str) -> int:
         """Rank 0's last words: the case that was lost, judged from what the ranks left, and the report."""
-        console, case = self.console, self._case
+        console, case = self.console, self._case or self._next()
+        ranks = [of_case(rank, case) for rank in ranks]
         if case is None:
-            console.print(f"moonep-validate: the ranks were lost before a case began: {why}", highlight=False)
-            return 14
+            console.print(
+                f"moonep-validate: the ranks were lost while no case ran: {why or 'silence'}; {diagnosis(ranks)}",
+                highlight=False,
+                soft_wrap=True,
+            )
+            summary = Summary(len(self.cases), self.verdicts, interrupted=True)
+            if self.folder:
+                self.folder.write_report(summary, open_trace(self.job, self.cases[0]).subject)
+            return summary.exit_code
         trace = self._lost_trace(case, ranks, silent, why)
         verdict = judge(trace)
         summary = Summary(len(self.cases), [*self.verdicts, verdict], ended=True)
@@ -149,21 +161,40 @@ class Parity:
         )
         return summary.exit_code
 
+    def _next(self) -> Case | None:
+        """The case whose turn it is while none runs; None if all are judged, or pytest has the list."""
+        left = self.cases[len(self.verdicts) :]
+        return left[0] if left and self.folder else None
+
     def _lost_trace(self, case: Case, ranks: list[Rank], silent: float | None, why: str) -> Trace:
         trace = open_trace(self.job, case)
         trace.calls, trace.autopsy = [[] for _ in ranks], autopsy(ranks, silent)
         replies = [
-            Reply(phases=phases(r.records), ended=r.ended, stack=r.stack if silent else None) for r in ranks
+            Reply(phases=phases(r.records), ended=r.ended, problem=r.problem, stack=_stack(r) if silent else None)
+            for r in ranks
         ]
         deadlock = deadlocked(replies)
         for rank, reply in enumerate(replies):
-            if not ranks[rank].done or reply.ended is not None:
+            if not ranks[rank].done or reply.bad:
                 trace.calls[rank] = _with_error(
                     ranks[rank], calls_of_lost_rank(rank, reply, trace, silent or 0.0, deadlock)
                 )
         if not silent and not any(rank.failed for rank in ranks):
             trace.errors.append(f"the ranks were lost: {why}; {trace.autopsy['diagnosis']}")
         return trace
+
+
+def of_case(rank: Rank, case: Case | None) -> Rank:
+    """What a rank did in this case: nothing, if its log is of an earlier one."""
+    first = rank.records[0] if rank.records else None
+    if first is None or case is None or first.kind != CASE or str(case).startswith(first.name):
+        return rank
+    return replace(rank, records=[])
+
+
+def _stack(rank: Rank) -> str | None:
+    """Where a silent rank is; one that does not even say that, and waits for nobody, is stuck by itself."""
+    return rank.stack or (None if rank.done or rank.waits else "(it does not answer)")
 
 
 def _with_error(rank: Rank, calls: list[Call]) -> list[Call]:

@@ -95,7 +95,7 @@ def _record_in_processes(job: Job, case: Case, trace: Trace) -> None:
         pool = processes.pool(case.R, job.environment, job.target.start_request(job.device))
         key = str(buffer_key(case))
         replies = pool.run(request, job.deadline, job.target.reset_request, key, job.deadline_at_first)
-        if unreadable := _take_parts(trace, replies):
+        if unreadable := take_parts(trace, replies):
             pool.reject(unreadable, replies)
     except (OSError, RuntimeError) as error:
         trace.errors.append(f"the worker processes could not run this case: {error}")
@@ -113,7 +113,7 @@ def _record_in_processes(job: Job, case: Case, trace: Trace) -> None:
             trace.calls[rank].append(left_running(reply.left))
 
 
-def _take_parts(trace: Trace, replies: Sequence[processes.Reply]) -> dict[int, str]:
+def take_parts(trace: Trace, replies: Sequence[processes.Reply]) -> dict[int, str]:
     """Take what the ranks recorded into the trace of all; says for which ranks that cannot be read, and why."""
     unreadable = {}
     for rank, reply in enumerate(replies):

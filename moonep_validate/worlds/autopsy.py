@@ -84,6 +84,8 @@ class Rank:
         """The call in which it was last, e.g. ``combine of step base``."""
         if any(record.kind == DAMAGED for record in self.records):
             return "an unknown place, since its flight record was written over"
+        if not self.records:
+            return "no case"
         last = self.calls[-1] if self.calls else None
         if raised := self.raised:  # where it was raised first, before it went through the calls around that
             last = next(r for r in self.records if r.kind == RAISED and r.name == raised)
@@ -170,7 +172,7 @@ def diagnosis(ranks: Sequence[Rank]) -> str:
     waiting = {one.waiting for one in ranks if one.waits is not None}
     away = [rank for rank, one in enumerate(ranks) if one.waits is None]
     if not waiting:
-        return _listed(ranks, away) if away else "no rank left a sign"
+        return _listed(ranks, [rank for rank in away if not ranks[rank].done] or away) or "no rank left a sign"
     if not away and len(waiting) == 1:
         return f"all ranks wait in {waiting.pop()}: it was entered by all, and does not complete"
     if not away and len({one.waits.number for one in ranks if one.waits}) == 1:

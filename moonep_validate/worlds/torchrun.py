@@ -29,7 +29,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from moonep_validate.cases.case import CaseError
+from moonep_validate.worlds import launch
 from moonep_validate.worlds.autopsy import GONE, Rank
+from moonep_validate.worlds.descendants import lives
 from moonep_validate.worlds.flight import Flight, Record, read, watch_torch
 from moonep_validate.worlds.place import Place
 from moonep_validate.worlds.processes import GRACE
@@ -38,6 +40,9 @@ from moonep_validate.worlds.processes import GRACE
 _SECONDS = 3600
 #: For the other ranks to say where they are, and for rank 0 to write that down.
 _PATIENCE = 10.0
+#: For all ranks to come to the end, once the report is written.
+_END_SECONDS = 30.0
+_TOLD = "torchrun ends all ranks (SIGTERM)"
 _TICK = 0.1
 
 
@@ -73,6 +78,7 @@ class World:
         self._ending = threading.Lock()
         self._main = threading.main_thread().ident
         self._listen()
+        launch.end_with(os.getppid(), signal.SIGTERM)  # where the agent is killed, rank 0 still says what it knows
         self._over = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
@@ -133,8 +139,9 @@ class World:
 
     def end(self, folder_too: bool = True) -> None:
         """Wait for all ranks, so that none exits while another is at work: torchrun kills at the first failure."""
-        with suppress(RuntimeError), self._hushed():
+        with suppress(RuntimeError), self._hushed(), self.watched(_END_SECONDS):
             dist.barrier(group=self.control)
+        self._over.set()  # from here on torchrun ends whoever is last, and that is no loss
         (self.folder / f"flight{self.rank}").unlink(missing_ok=True)
         if folder_too:
             with suppress(OSError):
@@ -155,12 +162,16 @@ class World:
             stack = "".join(traceback.format_stack(frame)) if frame else None
             records = [astuple(record) for record in read(self.folder / f"flight{self.rank}")]
             with suppress(Exception):
-                self.store.set(f"where/{self.rank}", json.dumps({"records": records, "stack": stack}))
+                told = {"records": records, "stack": stack, "told": why == _TOLD}
+                self.store.set(f"where/{self.rank}", json.dumps(told))
+                self.store.add("leaving", int(why == _TOLD))
             if self.rank == 0:
-                code = self.on_lost([self._where(rank) for rank in range(self.size)], silent, why)
+                ranks = [self._where(rank, alone=why != _TOLD) for rank in range(self.size)]
+                code = self.on_lost(ranks, silent, why)
                 with suppress(Exception):
                     self.store.set("over", str(code))
                 time.sleep(0.5)  # the others read it before torchrun sees that this rank ended
+                self._end_others()
             else:
                 code = self._told_code()
         except BaseException:
@@ -177,33 +188,54 @@ class World:
         except Exception:
             state = Rank(read(self.folder / f"flight{self.rank}")).state
             sys.stderr.write(f"moonep-validate: rank 0 does not answer; rank {self.rank} {state}\n")
+            self._end_others()
             return 13
 
-    def _where(self, rank: int) -> Rank:
-        """What a rank said about itself, or else what its log says."""
+    def _end_others(self) -> None:
+        """Kill the ranks on this host that do not end by themselves: without an agent nobody else does."""
+        others = [pid for host, pid in self.homes if host == socket.gethostname() and pid != os.getpid()]
+        end = time.monotonic() + _PATIENCE / 2
+        while any(map(lives, others)) and time.monotonic() < end:
+            time.sleep(_TICK)
+        for pid in filter(lives, others):
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _where(self, rank: int, alone: bool) -> Rank:
+        """What a rank said about itself, or else what its log says.
+
+        Args:
+            rank: which.
+            alone: whether this rank was not told to end, so that one that was has ended by itself.
+        """
         name, (host, pid) = f"where/{rank}", self.homes[rank]
         here = host == socket.gethostname()
-        if here and not _lives(pid):
+        if here and not lives(pid):
             return Rank(read(self.folder / f"flight{rank}"), ended=GONE)
         try:
             self.store.wait([name], timedelta(seconds=_PATIENCE))
             said = json.loads(self.store.get(name))
         except Exception:
-            return Rank(read(self.folder / f"flight{rank}"), ended=GONE if here and not _lives(pid) else None)
-        return Rank([Record(*record) for record in said["records"]], stack=said["stack"])
+            return Rank(read(self.folder / f"flight{rank}"), ended=GONE if here and not lives(pid) else None)
+        problem = "it was told to end (SIGTERM)" if alone and said["told"] else ""
+        return Rank([Record(*record) for record in said["records"]], stack=said["stack"], problem=problem)
 
     def _watch(self) -> None:
         """Look for signs of life of any rank, on all hosts."""
         mine, total = self.flight.count, 0
         while not self._over.wait(_TICK):
             if self._told_to_end():
-                self.lost(None, "torchrun ends all ranks (SIGTERM)")
+                self.lost(None, _TOLD)
             fresh = int(self.flight.count != mine)
             mine = self.flight.count
             try:
                 latest = self.store.add("signs", fresh)
+                leaving = self.store.add("leaving", 0)
             except Exception:  # the store went with rank 0 or its host
                 return
+            if leaving and self.rank == 0:
+                time.sleep(_PATIENCE / 20)  # whoever ends all ranks tells this one too
+                self.lost(None, _TOLD if self._told_to_end() else "a rank was told to end")
             if latest != total:
                 total, self._since = latest, time.monotonic()
             limit = self._limit
@@ -241,11 +273,3 @@ class World:
             return
         with flight.hushed():
             yield
-
-
-def _lives(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[-1].split()[0]
-    except OSError:
-        return False
-    return state != "Z"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 from moonep_validate.cases.case import CaseError
+from moonep_validate.worlds import descendants
 from moonep_validate.worlds.place import place
 
 SIZES = "genB+R2+E4+K2+S3+H8+I8"
@@ -133,3 +136,78 @@ def test_xdist_under_torchrun_is_a_usage_error(pytester: pytest.Pytester, monkey
     result = pytester.runpytest_subprocess("-n", "2")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: -n under torchrun: each of the 2 ranks runs all tests*"])
+
+
+#: A rank that stops, ends or is told to end some time after its part of a case.
+MODULE = """
+import os, signal, threading, time
+from moonep_validate.reference import moonep_b
+from moonep_validate.reference.moonep_b import MoonEPCommPlan
+__version__ = "9.9"
+
+class Buffer(moonep_b.Buffer):
+    def destroy(self, *args, **kwargs):
+        result = super().destroy(*args, **kwargs)
+        if self.rank == 1:
+            os.kill(os.getpid(), signal.{how})
+            time.sleep(600)
+        return result
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "says", "statuses"),
+    [
+        ("SIGSTOP", r"autopsy: .* got rank 1 is in close of step close", ("hung",)),
+        ("SIGTERM", r"rank 1 did not answer: it was told to end \(SIGTERM\)", ("failed", "incomplete")),
+        ("SIGKILL", r"autopsy: .* got rank 1 ended \(torchrun knows how\) in close of step close", ("failed",)),
+    ],
+)
+def test_a_rank_that_stops_or_ends_after_its_case_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, says: str, statuses: tuple[str, ...]
+) -> None:
+    (tmp_path / "moonep_ends.py").write_text(MODULE.replace("{how}", how))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    options = ["--moonep-module", "moonep_ends", "--deadline", "1"]
+    code, text, report = parity(
+        tmp_path, *options, "--case", "genB+R2+E4+K2+S3+hot:0", "--case", "genB+R2+E4+K2+S3"
+    )
+    assert code == 1
+    assert re.search(says, text), text
+    assert report["status"] in statuses
+    assert report["exit_code"] in (1, 2, 13)
+
+
+@pytest.mark.parametrize("when", ["start", "case"])
+def test_killing_torchrun_leaves_no_rank(tmp_path: Path, when: str) -> None:
+    options = ["--fault", "rank-never-returns", "--deadline", "1000", "--case", f"{SIZES}+hot:0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m"]
+    command += ["moonep_validate", "parity", *options, "--out", str(tmp_path / "out")]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as agent:
+        assert eventually(lambda: len(ranks(agent.pid)) == 2)
+        pids = ranks(agent.pid)
+        if when == "case":
+            assert eventually(lambda: any(b"combine" in path.read_bytes() for path in tmp_path.glob("*/flight1")))
+        else:
+            assert eventually(lambda: all("parity" in descendants.command(pid) for pid in pids))
+        agent.kill()
+    assert eventually(lambda: not any(map(descendants.lives, pids))), pids
+    if when == "case":
+        report = json.loads((tmp_path / "out" / "report.json").read_text())
+        assert report["exit_code"] != 0
+        assert len(report["cases"]) == 1
+
+
+def ranks(agent: int) -> list[int]:
+    return [pid for pid, text in descendants.children(agent).items() if "moonep_validate" in text]
+
+
+def eventually(true: Callable[[], object], seconds: float = 100.0) -> bool:
+    """Whether something becomes true; the limit is generous, since machines are busy."""
+    end = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True

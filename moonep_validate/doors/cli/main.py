@@ -69,6 +69,7 @@ def run(
     all_checks: AllChecks = False,
 ) -> None:
     """Judge a subject on a profile, or on the cases given."""
+    commands_worlds.arrive(context.info_name)
     job, cases = _job_and_cases(options)
     if options.require:
         _require(job, options.require)

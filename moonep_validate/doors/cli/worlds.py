@@ -12,6 +12,7 @@ import typer
 from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.doors.cli.options import console, job_of, one_of, takes
 from moonep_validate.pipeline.options import Options
+from moonep_validate.worlds.place import place, tie
 
 if TYPE_CHECKING:
     from moonep_validate.doors.report.files import OutputFolder
@@ -34,6 +35,12 @@ class Alone:
 
     def end(self, code: int) -> None:
         """Nobody waits."""
+
+
+def arrive(command: str | None) -> None:
+    """First of all, a rank of ``parity`` ties its life to torchrun's; no other command has ranks of its own."""
+    if command == "parity" and place():
+        tie()
 
 
 def joined(command: str | None, job: Job, cases: list[Case], folder: Callable[[], OutputFolder | None]) -> Any:
