@@ -60,7 +60,7 @@ class Scenario:
     def sentence(self) -> str:
         """What it does, and what it needs that not every subject has."""
         said = (self.script.__doc__ or "").splitlines()[0].rstrip(".")
-        said = said if said[:2].isupper() else said[:1].lower() + said[1:]
+        said = said if said[1:2].isupper() else said[:1].lower() + said[1:]
         return f"{said} (needs: {', '.join(self.needs)})" if self.needs else said
 
 

@@ -11,6 +11,7 @@ import pytest
 import typer
 
 from moonep_validate.cases.case import Case
+from moonep_validate.doors import reference
 from moonep_validate.doors.cli.main import app
 from moonep_validate.faults import FAULTS
 from moonep_validate.judge.checks import CHECKS
@@ -18,6 +19,7 @@ from moonep_validate.judge.stages import STAGES
 from moonep_validate.judge.verdict import EXIT_CODES
 
 ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = (ROOT / "README.md").read_text()
 DOCS = ROOT / "docs"
 CONTRACT = (DOCS / "contract.md").read_text()
@@ -43,7 +45,7 @@ def test_exit_codes_are_documented(status: str) -> None:
 
 
 def test_case_lines_in_documents_are_cases() -> None:
-    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for path in DOCUMENTS:
         lines = re.findall(r"gen[AB]\+[\w+:.,@]*\w", path.read_text())
         for line in lines:
             assert str(Case.parse(line)) == line, path
@@ -88,9 +90,6 @@ def test_readme_commands_run(command: str, cli: Callable[..., tuple[int, str, st
         assert f"reproduce: {command}" in out
 
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
 def test_commands_in_documents_have_only_known_options() -> None:
     group = typer.main.get_group(app)
     tried = 0
@@ -101,6 +100,12 @@ def test_commands_in_documents_have_only_known_options() -> None:
             command.make_context(name, arguments)  # raises for an option that there is not
             tried += 1
     assert tried > 30
+
+
+def test_the_reference_is_current() -> None:
+    assert (ROOT / reference.PATH).read_text() == reference.page(), (
+        f"docs/reference.md is not what the code declares; write it anew: {reference.COMMAND}"
+    )
 
 
 def test_links_between_documents_lead_somewhere() -> None:
