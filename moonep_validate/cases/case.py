@@ -97,8 +97,15 @@ class Case:
     @property
     def portable(self) -> bool:
         """Whether real hardware accepts the geometry (docs/contract.md, Limits)."""
-        planned = self.R % 2 == 0 or self.experts_per_rank % 4 == 0
-        return planned and FORMATS[self.format.name].portable(self.H, self.I)
+        return self.unportable is None
+
+    @property
+    def unportable(self) -> str | None:
+        """The first limit of real hardware that the geometry misses (docs/contract.md, Limits), or None."""
+        if self.R % 2 and self.experts_per_rank % 4:
+            return f"R={self.R} is odd, and E/R={self.experts_per_rank} is no multiple of 4"
+        missed = FORMATS[self.format.name].unportable(self.H, self.I)
+        return f"H={self.H}, I={self.I}: {missed}" if missed else None
 
     def token_count(self, rank: int) -> int:
         """Real tokens of ``rank``; tokens from this index on are padding."""

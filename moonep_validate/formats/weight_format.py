@@ -123,14 +123,16 @@ class WeightFormat:
         rows, columns = (self.scale.rows, self.scale.columns) if self.scale else (1, 1)
         return f"{rows} x {columns}" if rows > 1 else str(columns)
 
-    def portable(self, hidden: int, intermediate: int) -> bool:
-        """Whether a MoonEP build takes experts of these sizes: it counts stored rows, and bytes of scales."""
-        for rows, columns in matrices(hidden, intermediate).values():
-            if any(size % _TILE for size in self.codes.shape(rows, columns)):
-                return False
-            if self.scale and self.scale.nbytes(rows, columns) % _SCALE_BYTES:
-                return False
-        return True
+    def unportable(self, hidden: int, intermediate: int) -> str | None:
+        """The limit of a MoonEP build that experts of these sizes miss: of stored sizes, or of bytes of scales."""
+        for name, (rows, columns) in matrices(hidden, intermediate).items():
+            for size in self.codes.shape(rows, columns):
+                if size % _TILE:
+                    stored = "x".join(map(str, self.codes.shape(rows, columns)))
+                    return f"{self.name} stores {name} as {stored}, and {size} is no multiple of {_TILE}"
+            if self.scale and (nbytes := self.scale.nbytes(rows, columns)) % _SCALE_BYTES:
+                return f"{self.name} has {nbytes} bytes of scales for {name}, no multiple of {_SCALE_BYTES}"
+        return None
 
     def store(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights in this format, by name.

@@ -97,8 +97,8 @@ def module_subject(
     def supports(case: Case) -> str | None:
         if case.generation != generation:
             return f"{name} has API generation {generation}"
-        if not case.portable and not relaxed:
-            return "not portable to hardware (H, I multiples of 128; R even or E/R % 4 == 0); see --relaxed"
+        if case.unportable and not relaxed:
+            return f"not portable to hardware: {case.unportable}; see --relaxed"
         if "destructive" in SCENARIOS[case.scenario.name].needs and not destructive:
             return "it may trap, hang or end the process; see --destructive"
         if case.model.name != "moe":

@@ -141,6 +141,11 @@ def digest(tensor: Tensor) -> Tensor:
     return result
 
 
+def is_digest(tensor: Tensor) -> bool:
+    """Whether a tensor of rows or weights is their digest: nothing else of these is recorded as int64."""
+    return tensor.dtype == torch.int64 and tensor.dim() > 1 and tensor.shape[-1] == 2
+
+
 def _words(rows: Tensor) -> Tensor:
     """The bits of rows ``[n, columns]`` as the widest integers that fit."""
     rows = rows.contiguous()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import pytest
@@ -122,6 +123,37 @@ def test_bad_cases_say_what_is_wrong(text: str, message: str) -> None:
     with pytest.raises(CaseError) as error:
         Case.parse(text)
     assert message in str(error.value)
+
+
+def rule_is_missed(case: Case) -> bool:
+    """The rule of docs/contract.md, Limits, in other words: stored rows and columns, and bytes of scales."""
+    halved, scales = {"bf16": (1, None), "mxfp4": (2, 1 / 32), "fp8": (1, 4 / 128**2)}[case.format.name]
+    widths = [case.H, case.I]
+    stored = [size for width in widths for size in (width, width // halved)]
+    nbytes = [] if scales is None else [int(case.H * case.I * scales)]
+    planned = case.R % 2 == 0 or case.E // case.R % 4 == 0
+    return not planned or any(size % 128 for size in stored) or any(size % 16384 for size in nbytes)
+
+
+@pytest.mark.parametrize("form", ["bf16", "mxfp4", "fp8"])
+@pytest.mark.parametrize("sizes", ["R2+E4", "R3+E9", "R3+E12"])
+@pytest.mark.parametrize("widths", ["", "+H384", "+I384", "+H256+I512", "+H512+I1024", "+H4096+I8192"])
+def test_a_reason_names_the_limit_that_is_missed(form: str, sizes: str, widths: str) -> None:
+    """The numbers in it are those of the case, they miss the limit, and once they keep it the reason is gone."""
+    case = Case.parse(f"genB+{sizes}+K2+S3{widths}" + f"+{form}" * (form != "bf16"))
+    reason = case.unportable
+    assert (reason is not None) == rule_is_missed(case)
+    if reason is None:
+        return
+    assert f"R={case.R} is odd, and E/R={case.experts_per_rank}" in reason or reason.startswith(
+        f"H={case.H}, I={case.I}: {form} "
+    )
+    numbers = [int(one) for one in re.findall(r"\d+", reason.partition(": ")[2] or reason)]
+    limit = numbers[
+        -1
+    ]  # "... and 64 is no multiple of 128", "... has 512 bytes of scales for gate, no multiple of ..."
+    missing = [number for number in numbers[:-1] if number % limit]
+    assert missing, reason
 
 
 def test_portable_means_real_hardware_accepts_it() -> None:

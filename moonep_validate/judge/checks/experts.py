@@ -15,6 +15,9 @@ from moonep_validate.judge.facts import Absent, Step
 from moonep_validate.judge.oracle.dense import grouped_rows
 from moonep_validate.judge.registry import check
 
+#: Wrong rows of one group that a remark on the first of them must fit.
+_REMARKED = 8
+
 
 @check("P1", "experts", needs="columns", bounded=True)
 def expert_rows(s: Step) -> Iterator[Compared]:
@@ -39,11 +42,13 @@ def _rank_rows(s: Step, rank: int) -> Compared:
     compared = differ_beyond("expert output", want, got, variance, s.arithmetic, place)
     if not compared.findings or want.shape != got.shape:
         return compared
-    first = int(torch.nonzero(s.arithmetic.wrong(want, got, variance))[0, 0])
+    wrong = torch.nonzero(s.arithmetic.wrong(want, got, variance).any(1))[:, 0]
+    first = int(wrong[0])
+    alike = wrong[group[wrong] == group[first]][:_REMARKED]
     known = s.has_call("dispatch", rank) and not s.has("experts", "sample")  # else groups have other numbers
     names = s.group_expert[rank] if known else np.full(len(values[0]), -1)
-    row = given[index[first]], row_weights[index[first]], got[first]
-    return compared.noting(said_of(row, int(group[first]), weights, names, s.arithmetic, s.format))
+    bad = given[index[alike]], row_weights[index[alike]], got[alike]
+    return compared.noting(said_of(bad, int(group[first]), weights, names, s.arithmetic, s.format))
 
 
 def _places(s: Step, rank: int) -> tuple[Ints, Tensor, Tensor]:
