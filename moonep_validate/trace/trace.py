@@ -43,7 +43,10 @@ _FULL = Keep()
 
 
 class TraceError(ValueError):
-    """A file that is no trace, is damaged, or comes from another format version."""
+    """A file that is no trace, is damaged, or of another format version; the message is one printable line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 @dataclass
@@ -333,7 +336,7 @@ class Trace:
             if sealed and len(trace.calls) != trace.case.R:
                 raise SchemaError(f"it has calls of {len(trace.calls)} ranks, its case has R={trace.case.R}")
         except (SchemaError, CaseError) as error:
-            raise TraceError(f"{name} is damaged or no trace: {one_line(str(error))}") from None
+            raise TraceError(f"{name} is damaged or no trace: {error}") from None
         trace.seal = seal
         return trace
 

@@ -67,6 +67,14 @@ def test_damaged_and_foreign_files_are_refused(
     assert str(path) in str(error.value)
 
 
+def test_errors_of_traces_are_one_printable_line() -> None:
+    """They repeat texts of files."""
+    assert str(TraceError("step a\nb\x1b[31m is \ud800 " + "x" * 5000)).startswith(
+        "step a\\nb\\x1b[31m is \\ud800 x"
+    )
+    assert len(str(TraceError("x" * 5000))) == 1000
+
+
 def test_what_a_gpu_has_lost_is_an_error_of_the_last_call() -> None:
     recorder = Recorder()
     with recorder.call("base", "dispatch") as first:

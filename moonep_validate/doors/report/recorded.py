@@ -11,7 +11,6 @@ from moonep_validate.judge.verdict import Verdict
 from moonep_validate.pipeline.judge import judge
 from moonep_validate.pipeline.recheck import recheck, skipped
 from moonep_validate.trace.manifest import Entry, Manifest
-from moonep_validate.trace.schema import one_line
 from moonep_validate.trace.trace import Trace, TraceError
 
 
@@ -26,8 +25,7 @@ def judge_recorded(trace: Trace, entry: Entry) -> tuple[Trace, Verdict]:
     try:
         verdict = judge(trace)
     except Exception as error:  # the judge of a live run has no such input; here a file may hold anything
-        why = one_line(f"{type(error).__name__}: {error}")
-        raise TraceError(f"the trace of {trace.case} cannot be judged: {why}") from None
+        raise TraceError(f"the trace of {trace.case} cannot be judged: {type(error).__name__}: {error}") from None
     if entry.status == "not_exercised":
         verdict.override = entry.status
     if verdict.status != entry.status and verdict.status in ("passed", "waived", "not_run", "not_applicable"):
