@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from moonep_validate.formats.weight_format import PROJECTIONS, WeightFormat
 from moonep_validate.judge.oracle.activation import SILU, SITU, Activation
 from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.oracle.dense import expert_rows
+from moonep_validate.trace.trace import bits
 
 _Guess = tuple[str, Sequence[Tensor], Tensor, Activation]
 #: Powers of two that a row may be multiplied by: beyond these it is no usual mistake.
@@ -72,7 +74,7 @@ def _guesses(
     yield "with the other activation of SiLU and SiTU", mine, route_weights, SITU if activation is SILU else SILU
     for power in _POWERS:
         yield f"{_TIMES}{power}", mine, route_weights * 2.0**power, activation
-    others = [other for other in range(len(weights[0])) if other != group]
+    others = _distinct(weights, group)
     if len(weights) > len(PROJECTIONS):
         for what, read in form.misreadings.items():
             misread = [*map(read, weights[: len(PROJECTIONS)]), *weights[len(PROJECTIONS) :]]
@@ -82,6 +84,16 @@ def _guesses(
             yield what, _values(form, weights, group, other), route_weights, activation
     for other in others:
         yield f"of {_name(other, experts)}", _values(form, weights, other), route_weights, activation
+
+
+def _distinct(weights: Sequence[Tensor], group: int) -> list[int]:
+    """The other groups, one of those with the same bytes: a slot holds its expert's."""
+    first: dict[tuple[bytes, ...], int] = {}
+    for other in range(len(weights[0])):
+        if other != group:
+            key = tuple(blake2b(bits(w[other]).contiguous().numpy()).digest() for w in weights)
+            first.setdefault(key, other)
+    return list(first.values())
 
 
 def _name(group: int, experts: Ints) -> str:
