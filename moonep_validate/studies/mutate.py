@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from statistics import median
@@ -194,8 +195,9 @@ def try_fault(
     if not trial.killed:
         trial.seconds = time.monotonic() - start
     elif shrink_seconds:
-        smallest = shrink(Case.parse(trial.case), lambda one: run_case(faulty, one)[1], shrink_seconds)
-        trial.shrunk = str(smallest.case)
+        with suppress(CaseError):  # it needs the cases before it: there is no smallest one
+            smallest = shrink(Case.parse(trial.case), lambda one: run_case(faulty, one)[1], shrink_seconds)
+            trial.shrunk = str(smallest.case)
     return trial
 
 

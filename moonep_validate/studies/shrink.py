@@ -1,13 +1,14 @@
 """What is the smallest case that fails in the same way? One greedy shrinker for all sources of cases.
 
 A candidate counts if its first finding has the same status, stage and check. Passes run from the coarse (fewer
-ranks) to the fine (one token less), and start over after each success, until none helps.
+ranks) to the fine (one token less), and start over after each success, until none helps. A case that fails behind
+others only is kept as it is; what is shrunk then is the list of cases before it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from moonep_validate.cases.case import Case, CaseError, Spec
@@ -69,6 +70,76 @@ def shrink(case: Case, judge_case: Callable[[Case], Verdict], seconds: float) ->
                 case, progress = candidate, True
                 break
     return Shrunk(case, tried, complete=True)
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Cases that fail one after the other in new workers.
+
+    Attributes:
+        cases: in order; the last one is the case that fails.
+        repeated: whether it failed again behind the others; else nothing that was tried shows it again.
+        tried: how many sequences ran.
+        complete: whether no shorter one was found, or the budget ended before that.
+    """
+
+    cases: tuple[Case, ...]
+    repeated: bool
+    tried: int
+    complete: bool
+
+
+def shrink_sequence(
+    before: Iterable[Case],
+    case: Case,
+    wanted: Signature,
+    judge_last: Callable[[tuple[Case, ...]], Verdict],
+    seconds: float,
+) -> Needed:
+    """Find the fewest cases that must run before one, in the same workers, so that it fails as it did.
+
+    Longer and longer ends of the run are tried first, since a case mostly suffers from one shortly before it; then
+    parts of that end are left out, down to single cases.
+
+    Args:
+        before: the cases that ran before it, in order.
+        case: it.
+        wanted: how it failed.
+        judge_last: runs cases in new workers, in order; the verdict on the last.
+        seconds: budget; the shortest end is tried in any case.
+    """
+    behind, end, tried = tuple(before), time.monotonic() + seconds, 0
+
+    def fails(some: tuple[Case, ...]) -> bool:
+        nonlocal tried
+        tried += 1
+        return signature(judge_last((*some, case))) == wanted
+
+    needed = next((some for some in _ends(behind, end) if fails(some)), None)
+    if needed is None:
+        return Needed((*behind, case), repeated=False, tried=tried, complete=time.monotonic() <= end)
+    size = len(needed)
+    while size := size // 2:
+        start = 0
+        while start < len(needed):
+            if time.monotonic() > end:
+                return Needed((*needed, case), repeated=True, tried=tried, complete=False)
+            shorter = needed[:start] + needed[start + size :]
+            if shorter and fails(shorter):
+                needed = shorter
+            else:
+                start += size
+    return Needed((*needed, case), repeated=True, tried=tried, complete=True)
+
+
+def _ends(cases: tuple[Case, ...], end: float) -> Iterator[tuple[Case, ...]]:
+    """The last 1, 2, 4, ... of some cases, then all of them, until the time is over."""
+    size = 1
+    while cases and (size == 1 or time.monotonic() <= end):
+        yield cases[-size:]
+        if size >= len(cases):
+            return
+        size = min(2 * size, len(cases))
 
 
 def _candidates(case: Case) -> Iterator[Case]:

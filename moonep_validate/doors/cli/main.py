@@ -350,7 +350,9 @@ def _judge_all(
         if folder:
             folder.write_report(summary, trace.subject if trace else "")
         if shrink_seconds and job:
-            _show_smallest(summary, job, shrink_seconds)
+            from moonep_validate.doors.cli.smallest import show_smallest
+
+            show_smallest(summary, job, shrink_seconds)
     except KeyboardInterrupt:
         interrupts.ending()
         summary.interrupted = True
@@ -359,25 +361,6 @@ def _judge_all(
     terminal.show_table(console, summary, all_checks)
     terminal.show_verdict(console, summary, trace, time.monotonic() - start)
     return summary
-
-
-def _show_smallest(summary: Summary, job: Job, seconds: float) -> None:
-    """Shrink the first failure of the run, unless each attempt would wait for a deadline."""
-    from moonep_validate.doors.report.summary import first_failures
-    from moonep_validate.pipeline.run import run_case
-    from moonep_validate.studies.shrink import shrink as shrink_case
-
-    failures = [verdict for verdict in first_failures(summary.verdicts) if verdict.status == "failed"]
-    if not failures:
-        return
-    with console.status("looking for the smallest failing case"):
-        smallest = shrink_case(failures[0].case, lambda one: run_case(job, one)[1], seconds)
-    command = run_case(job, smallest.case)[1].command
-    console.print(
-        f"smallest failing case ({smallest.tried} candidates tried):\n  {command}",
-        highlight=False,
-        soft_wrap=True,
-    )
 
 
 def _exit_code(verdict: Verdict) -> int:

@@ -91,7 +91,7 @@ def _distinct(weights: Sequence[Tensor], group: int) -> list[int]:
     first: dict[tuple[bytes, ...], int] = {}
     for other in range(len(weights[0])):
         if other != group:
-            key = tuple(blake2b(bits(w[other]).contiguous().numpy()).digest() for w in weights)
+            key = tuple(blake2b(bits(w[other]).numpy().tobytes()).digest() for w in weights)
             first.setdefault(key, other)
     return list(first.values())
 
