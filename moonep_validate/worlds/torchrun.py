@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from moonep_validate.cases.case import CaseError
-from moonep_validate.worlds import launch
+from moonep_validate.worlds import launch, warden
 from moonep_validate.worlds.autopsy import GONE, Rank
 from moonep_validate.worlds.descendants import lives
 from moonep_validate.worlds.flight import Flight, Record, read, watch_torch
@@ -70,6 +70,8 @@ class World:
         folder = self.share(tempfile.mkdtemp(prefix="moonep-validate-") if self.rank == 0 else None)
         self.folder = Path(folder)
         self.folder.mkdir(exist_ok=True)  # on another host it is not there
+        if place.local_rank == 0:
+            warden.guard(self.folder, [])  # the ranks may be killed
         self.flight = Flight(self.folder / f"flight{self.rank}")
         self.homes = self.everybody((socket.gethostname(), os.getpid()))
         watch_torch(self.flight)
@@ -142,6 +144,7 @@ class World:
         with suppress(RuntimeError), self._hushed(), self.watched(_END_SECONDS):
             dist.barrier(group=self.control)
         self._over.set()  # from here on torchrun ends whoever is last, and that is no loss
+        warden.release(self.folder)
         (self.folder / f"flight{self.rank}").unlink(missing_ok=True)
         if folder_too:
             with suppress(OSError):

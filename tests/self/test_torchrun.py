@@ -193,6 +193,7 @@ def test_killing_torchrun_leaves_no_rank(tmp_path: Path, when: str) -> None:
             assert eventually(lambda: all("parity" in descendants.command(pid) for pid in pids))
         agent.kill()
     assert eventually(lambda: not any(map(descendants.lives, pids))), pids
+    assert eventually(lambda: not list(tmp_path.glob("moonep-validate-*")))
     if when == "case":
         report = json.loads((tmp_path / "out" / "report.json").read_text())
         assert report["exit_code"] != 0
