@@ -70,7 +70,7 @@ _BOTH = ("buffer.construct", "buffer.dispatch", "buffer.prefetch_weight", "buffe
 
 @dataclass(frozen=True)
 class Next:
-    """What an around-function wraps: call it to go on.
+    """The call that a fault stands in place of: call it to go on.
 
     Attributes:
         rank: the rank it runs on.

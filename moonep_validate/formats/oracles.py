@@ -1,4 +1,4 @@
-"""Who else decodes MXFP4 here? Other people's decoders behind one signature, probed by calling them.
+"""Who else decodes MXFP4 here? Other people's decoders behind one signature, tried by calling them.
 
 An oracle is whatever version the environment has: a name that cannot be imported, or that no longer takes the
 call, says so with what it raised. Nothing is replaced by our own decoder.
@@ -43,13 +43,13 @@ def oracle(name: str) -> tuple[Decoder, str]:
     """
     try:
         decoder, installed = ORACLES[name](), version(name)
-        probe = decoder(torch.full((1, 16), 0x21, dtype=torch.uint8), torch.full((1, 1), 128, dtype=torch.uint8))
+        tried = decoder(torch.full((1, 16), 0x21, dtype=torch.uint8), torch.full((1, 1), 128, dtype=torch.uint8))
     except (ImportError, PackageNotFoundError) as error:
         raise Unavailable(f"{name} cannot be imported: {error}") from error
     except Exception as error:
         raise Unavailable(f"{name} does not take the call: {type(error).__name__}: {error}") from error
-    if probe.shape != (1, 32):
-        raise Unavailable(f"{name} {installed} returned shape {tuple(probe.shape)} for codes of 32 elements")
+    if tried.shape != (1, 32):
+        raise Unavailable(f"{name} {installed} returned shape {tuple(tried.shape)} for codes of 32 elements")
     return decoder, installed
 
 

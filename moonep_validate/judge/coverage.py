@@ -13,7 +13,7 @@ from moonep_validate.cases.case import Case
 from moonep_validate.judge.registry import CHECKS, Check, step_checks
 from moonep_validate.judge.stages import STAGES
 from moonep_validate.judge.verdict import Result
-from moonep_validate.trace.keep import Keep
+from moonep_validate.trace.recording import Recording
 
 _NOT_DEMANDED = ("life", "load")
 
@@ -30,7 +30,7 @@ def compared(results: Iterable[Result]) -> list[str]:
     return [stage for stage in STAGES if stage in having]
 
 
-def proven(results: Iterable[Result], keep: Keep) -> tuple[list[str], list[str]]:
+def proven(results: Iterable[Result], recording: Recording) -> tuple[list[str], list[str]]:
     """Stages at which values were compared: those where the recording reaches every check, and the others.
 
     A stage with a known defect, or of which something is unknown, is in neither.
@@ -38,25 +38,25 @@ def proven(results: Iterable[Result], keep: Keep) -> tuple[list[str], list[str]]
     results = list(results)
     doubtful = {r.stage for r in results if r.gates and r.status in ("waived", "unknown", "failed", "hung")}
     stages = [stage for stage in compared(results) if stage not in doubtful]
-    withheld = _withheld(keep)
+    withheld = _withheld(recording)
     return [s for s in stages if s not in withheld], [s for s in stages if s in withheld]
 
 
-def _withheld(keep: Keep) -> set[str]:
+def _withheld(recording: Recording) -> set[str]:
     """Stages some of whose checks need more than what was kept."""
-    return {check.stage for check in step_checks() if _of_values(check) and not keep.reaches(check.needs)}
+    return {check.stage for check in step_checks() if _of_values(check) and not recording.reaches(check.needs)}
 
 
 def _of_values(check: Check) -> bool:
     return check.kind != "returns" and not check.about_form
 
 
-def bare(case: Case, results: Iterable[Result], keep: Keep) -> list[str]:
+def bare(case: Case, results: Iterable[Result], recording: Recording) -> list[str]:
     """Stages that were called and not judged, although what was kept would have been enough.
 
     A layer that was given no token at all has nothing to compare.
     """
     results = list(results)
     empty = () if any(case.token_count(rank) for rank in range(case.R)) else ("layer",)
-    judged = {*compared(results), *_withheld(keep), *_NOT_DEMANDED, *empty}
+    judged = {*compared(results), *_withheld(recording), *_NOT_DEMANDED, *empty}
     return [stage for stage in called(results) if stage not in judged]

@@ -23,7 +23,7 @@ from moonep_validate.formats.weight_format import PROJECTIONS, WeightFormat
 from moonep_validate.judge.forms import Called, Misfit, expected, misfits
 from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.oracle.plan import ExpectedPlan
-from moonep_validate.trace.keep import DIGEST, Keep
+from moonep_validate.trace.recording import DIGEST, Recording
 from moonep_validate.trace.trace import Call, Relation, Trace
 
 
@@ -157,8 +157,8 @@ class Step:
             call, layout = self.call(op, rank), self._layout_on(rank)
             noted = call.info.get("forms", {})
             called = Called(self.case, layout, self._rows(layout), self.by_engine, call.info, noted)
-            keep = Keep.parse(self.trace.keep)
-            self._misfits[op, rank] = misfits(op, expected(op, called), call, keep)
+            recording = Recording.parse(self.trace.keep)
+            self._misfits[op, rank] = misfits(op, expected(op, called), call, recording)
         return self._misfits[op, rank]
 
     def noted(self, op: str, name: str) -> dict[int, Mapping[str, Any]]:

@@ -16,7 +16,7 @@ from moonep_validate.cases.layout import Layout
 from moonep_validate.data.k3 import model_width
 from moonep_validate.data.problem import format_of, packed_weights, projection_shapes
 from moonep_validate.scenarios import SCENARIOS
-from moonep_validate.trace.keep import DIGEST, Keep
+from moonep_validate.trace.recording import DIGEST, Recording
 from moonep_validate.trace.trace import Call, form_of
 
 Shape = tuple[int, ...]
@@ -106,15 +106,15 @@ class Misfit:
     usable: bool = False
 
 
-def misfits(op: str, promised: Forms, call: Call, keep: Keep) -> dict[str, Misfit]:
+def misfits(op: str, promised: Forms, call: Call, recording: Recording) -> dict[str, Misfit]:
     """The tensors of a call that have another form than promised, or were kept in another form than noted."""
     noted = call.info.get("forms", {})
     names = [*promised, *noted, *(name.removesuffix(DIGEST) for name in call.tensors)]
-    found = {name: _misfit(op, promised.get(name), name, call, keep) for name in dict.fromkeys(names)}
+    found = {name: _misfit(op, promised.get(name), name, call, recording) for name in dict.fromkeys(names)}
     return {name: misfit for name, misfit in found.items() if misfit}
 
 
-def _misfit(op: str, form: Form | None, name: str, call: Call, keep: Keep) -> Misfit | None:
+def _misfit(op: str, form: Form | None, name: str, call: Call, recording: Recording) -> Misfit | None:
     noted = call.info.get("forms", {}).get(name)
     if noted is None:
         return _unnoted(op, form, name, call)
@@ -124,7 +124,7 @@ def _misfit(op: str, form: Form | None, name: str, call: Call, keep: Keep) -> Mi
     right = (said.shape, said.dtype) == (form.shape, form.dtype)
     if not right or form.device not in (None, said.device) or (form.contiguous and not said.contiguous):
         return Misfit(str(form), _against(form, said), usable=right)
-    for part, (shape, dtype) in _kept(op, name, form, call, keep).items():
+    for part, (shape, dtype) in _kept(op, name, form, call, recording).items():
         held = form_of(call.tensors[part]) if part in call.tensors else None
         if held is None or (tuple(held["shape"]), held["dtype"]) != (shape, dtype):
             got = f"{held['dtype']} {held['shape']}" if held else "nothing"
@@ -147,10 +147,10 @@ def _against(form: Form, said: Form) -> str:
     return f"{said.dtype} {list(said.shape)}{where}{layout}"
 
 
-def _kept(op: str, name: str, form: Form, call: Call, keep: Keep) -> dict[str, tuple[Shape, str]]:
+def _kept(op: str, name: str, form: Form, call: Call, recording: Recording) -> dict[str, tuple[Shape, str]]:
     """What of a tensor must be in the trace, by name; of experts some rows at most, unless all is kept."""
-    if op != "experts" or keep.full or name in ("cu_seqlens", "valid"):
-        return keep.forms(name, form.shape, form.dtype)
+    if op != "experts" or recording.full or name in ("cu_seqlens", "valid"):
+        return recording.forms(name, form.shape, form.dtype)
     if "sample" not in call.tensors:
         return {}
     groups = call.tensors["sample_group"]

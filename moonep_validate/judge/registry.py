@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moonep_validate.judge.stages import STAGES
-from moonep_validate.trace.keep import LEVELS
+from moonep_validate.trace.recording import AMOUNTS
 
 if TYPE_CHECKING:
     from moonep_validate.judge.checks import Compared
@@ -34,7 +34,7 @@ class Check:
         kind: one of ``KINDS``.
         promise: a sentence that a user understands.
         function: what judges one step; None for F1 and relations, which are no function of a step.
-        needs: what the recorder must have kept, one of ``keep.LEVELS``: bits that moved are in a digest, sums of
+        needs: what the recorder must have kept, one of ``AMOUNTS``: bits that moved are in a digest, sums of
             rows are in their columns.
         bounded: whether it compares with a bound on real data, so that it could alarm on right code.
         needs_gpu: whether it compares something on GPUs only.
@@ -72,7 +72,7 @@ def register(check: Check) -> Check:
     """Add a record; ids and names are unique."""
     assert check.stage in STAGES
     assert check.kind in KINDS
-    assert check.needs in LEVELS
+    assert check.needs in AMOUNTS
     assert check.id not in CHECKS, f"check id {check.id} is taken"
     assert check.name not in {other.name for other in CHECKS.values()}, f"check name {check.name} is taken"
     CHECKS[check.id] = check

@@ -100,7 +100,7 @@ class Verdict:
         measures: quality figures, never a status.
         errors: errors of the suite itself.
         autopsy: what is known of the ranks where a case did not come to its end.
-        recording: how much of each tensor was recorded, see trace/keep.py.
+        recording: how much of each tensor was recorded, see trace/recording.py.
         override: a status that the run adds, e.g. ``not_exercised``.
     """
 

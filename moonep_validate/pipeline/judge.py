@@ -14,7 +14,7 @@ from moonep_validate.judge.verdict import NO_CHECK, Result, Verdict
 from moonep_validate.judge.witnesses import count_witnesses, vacuous_reasons
 from moonep_validate.pipeline.lost import BEGIN, END
 from moonep_validate.pipeline.returns import explained, returned
-from moonep_validate.trace.keep import Keep
+from moonep_validate.trace.recording import Recording
 from moonep_validate.trace.trace import Trace
 
 _NO_STEP = ("open", "close", "load", BEGIN[1], END[1])
@@ -41,7 +41,7 @@ def judge(trace: Trace, checks: Sequence[Check] | None = None) -> Verdict:
     counts = count_witnesses(trace.case, steps.values())
     vacuous = vacuous_reasons(trace.case, steps.values(), counts)
     if checks is None:
-        stages = bare(trace.case, results, Keep.parse(trace.keep))
+        stages = bare(trace.case, results, Recording.parse(trace.keep))
         vacuous += [f"stage {stage} was called, and no check compared anything there" for stage in stages]
     return Verdict(
         case=trace.case,

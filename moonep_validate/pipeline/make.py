@@ -19,7 +19,7 @@ from moonep_validate.subjects.engines import start as engines
 from moonep_validate.subjects.experts import DEFAULT
 from moonep_validate.subjects.experts import identify as identify_experts
 from moonep_validate.subjects.identify import identify
-from moonep_validate.trace.keep import Keep
+from moonep_validate.trace.recording import Recording
 from moonep_validate.trace.trace import Part
 from moonep_validate.worlds import processes
 
@@ -34,7 +34,7 @@ def make_job(options: Options | None = None) -> Job:
     """
     options = options or Options()
     faults = tuple(parse_fault(text) for text in options.fault)
-    recording = str(Keep.parse(options.record))
+    recording = str(Recording.parse(options.record))
     refuse(options)
     waivers = "" if options.waivers == "none" else options.waivers
     return _MAKERS[kind_name(options)](

@@ -13,7 +13,7 @@ from moonep_validate.cases.case import Case
 from moonep_validate.faults import parse_fault
 from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.record import record, refused
-from moonep_validate.trace.keep import DIGEST
+from moonep_validate.trace.recording import DIGEST
 from moonep_validate.trace.trace import Call, Trace, same_bits
 
 #: What each operation is given that follows from the case alone; ``local_`` stands for all owned weights.

@@ -13,7 +13,7 @@ from moonep_validate.pipeline.lost import calls_of_lost_rank, deadlocked, left_r
 from moonep_validate.pipeline.selection import buffer_key, too_few_gpus
 from moonep_validate.scenarios import SCENARIOS
 from moonep_validate.sessions.rig import Rig
-from moonep_validate.trace.keep import Keep
+from moonep_validate.trace.recording import Recording
 from moonep_validate.trace.trace import Recorder, Relation, Trace, TraceError, described
 from moonep_validate.worlds import processes, threads
 from moonep_validate.worlds.comm import Comm
@@ -71,7 +71,7 @@ def rank_main(job: Job, case: Case, comm: Comm, recorder: Recorder) -> list[Rela
 
 
 def _record_in_threads(job: Job, case: Case, trace: Trace) -> None:
-    recorders = [Recorder(policy=Keep.parse(job.recording)) for _ in range(case.R)]
+    recorders = [Recorder(recording=Recording.parse(job.recording)) for _ in range(case.R)]
     relations: list[list[Relation]] = [[] for _ in range(case.R)]
 
     def on_rank(comm: Comm) -> None:

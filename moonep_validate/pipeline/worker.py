@@ -22,7 +22,7 @@ from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.record import open_trace, rank_main
 from moonep_validate.pipeline.target import Engine
 from moonep_validate.subjects.engines import start as engines
-from moonep_validate.trace.keep import Keep
+from moonep_validate.trace.recording import Recording
 from moonep_validate.trace.trace import Recorder, Trace, described
 from moonep_validate.worlds import launch, wire
 from moonep_validate.worlds.comm import CollectiveError
@@ -94,7 +94,7 @@ def record_rank(job: Job, case: Case, comm: Logged) -> tuple[Trace, bool]:
         trace.not_run, trace.calls = reason, [[]]
         flight.note(DONE)
         return trace, False
-    recorder = Recorder(flight.tell, Keep.parse(job.recording))
+    recorder = Recorder(flight.tell, Recording.parse(job.recording))
     try:
         trace.relations = rank_main(job, case, comm, recorder)
         flight.note(DONE)

@@ -26,7 +26,7 @@ from moonep_validate.served.taps.counting import path_taken, variables
 
 
 @dataclass(frozen=True)
-class Plan:
+class Questions:
     """What is asked of each side that is started.
 
     Attributes:
@@ -45,72 +45,72 @@ class Plan:
     tell: Callable[[int, int], None] = lambda done, total: None
 
 
-def answers_of(side: str, plan: Plan, base: Answers | None = None, save: Path | None = None) -> Answers:
+def answers_of(side: str, questions: Questions, base: Answers | None = None, save: Path | None = None) -> Answers:
     """The answers of a side.
 
     Args:
         side: ``FILE.jsonl``, ``FILE.toml``, ``http://…``, or ``ENGINE:MODEL``.
-        plan: what to ask an engine.
+        questions: what to ask an engine.
         base: the other side, whose questions are asked again and whose tokens are forced.
         save: file that keeps the answers, of a server as they come.
 
     Raises:
         CaseError: for a side of another form, a file that cannot be read, or an engine that does not answer.
     """
-    found = _answers(side, plan, base, save)
+    found = _answers(side, questions, base, save)
     found.name = side
     if save:
         write(found, save)
     return found
 
 
-def _answers(side: str, plan: Plan, base: Answers | None, save: Path | None) -> Answers:
+def _answers(side: str, questions: Questions, base: Answers | None, save: Path | None) -> Answers:
     if side.endswith(".jsonl"):
         return read(Path(side))
-    recipe = _recipe(side, plan)
+    recipe = _recipe(side, questions)
     if recipe.in_process:
-        return _in_process(recipe, plan, base)
-    return _from_server(recipe, plan, base, save)
+        return _in_process(recipe, questions, base)
+    return _from_server(recipe, questions, base, save)
 
 
-def _recipe(side: str, plan: Plan) -> Recipe:
+def _recipe(side: str, questions: Questions) -> Recipe:
     if side.endswith(".toml"):
         return read_recipe(Path(side))
     if side.startswith(("http://", "https://")):
-        return Recipe("server", url=side.rstrip("/").removesuffix("/v1"), deadline=plan.deadline)
+        return Recipe("server", url=side.rstrip("/").removesuffix("/v1"), deadline=questions.deadline)
     engine, colon, model = side.partition(":")
     if not colon or not model:
         known = ", ".join(f"{name}:DIR" for name in SPEAKERS)
         raise CaseError(f"{side} is no side; write FILE.jsonl, RECIPE.toml, http://HOST:PORT, {known}")
-    return Recipe(engine, model, in_process=True, dtype=plan.dtype, deadline=plan.deadline)
+    return Recipe(engine, model, in_process=True, dtype=questions.dtype, deadline=questions.deadline)
 
 
-def _asked_before(plan: Plan, base: Answers | None) -> list[Prompt]:
+def _asked_before(questions: Questions, base: Answers | None) -> list[Prompt]:
     """The base's prompts with as many tokens as came there, or the user's own."""
     if base is not None:
         return [
             Prompt(one.prompt, one.group, tuple(one.asked.tolist()), max(1, len(one.tokens)))
             for one in base.run(GREEDY).values()
         ]
-    return read_prompts(plan.own) if plan.own else []
+    return read_prompts(questions.own) if questions.own else []
 
 
 def _forced(base: Answers | None) -> dict[str, list[int]]:
     return {name: one.tokens.tolist() for name, one in base.run(GREEDY).items()} if base else {}
 
 
-def _in_process(recipe: Recipe, plan: Plan, base: Answers | None) -> Answers:
+def _in_process(recipe: Recipe, questions: Questions, base: Answers | None) -> Answers:
     with tempfile.TemporaryDirectory(prefix="moonep-taps-") as folder:
         environment = _environment(recipe, Path(folder))
         request = Request(
             recipe.engine,
             recipe.model,
             "",
-            recipe.dtype or plan.dtype,
+            recipe.dtype or questions.dtype,
             options=_options(recipe.arguments),
-            count=plan.prompts,
-            seed=plan.seed,
-            prompts=[Asked.of(prompt) for prompt in _asked_before(plan, base)],
+            count=questions.prompts,
+            seed=questions.seed,
+            prompts=[Asked.of(prompt) for prompt in _asked_before(questions, base)],
             forced=_forced(base),
         )
         log = Path(recipe.log) if recipe.log else None
@@ -144,30 +144,32 @@ def _with_path(found: Answers, recipe: Recipe, folder: Path) -> Answers:
     return replace(found, who=replace(found.who, expects=recipe.expects, path=path_taken(folder)))
 
 
-def _from_server(recipe: Recipe, plan: Plan, base: Answers | None, save: Path | None) -> Answers:
+def _from_server(recipe: Recipe, questions: Questions, base: Answers | None, save: Path | None) -> Answers:
     from moonep_validate.served.speakers.remote import ready
 
     with tempfile.TemporaryDirectory(prefix="moonep-taps-") as folder:
         recipe = replace(recipe, environment=_environment(recipe, Path(folder)))
         server = nullcontext(None) if recipe.url else running(recipe, partial(ready, recipe))
         with server as living:
-            found = _ask(recipe, plan, base, save, living)
+            found = _ask(recipe, questions, base, save, living)
         return _with_path(found, recipe, Path(folder))
 
 
-def _ask(recipe: Recipe, plan: Plan, base: Answers | None, save: Path | None, server: Server | None) -> Answers:
+def _ask(
+    recipe: Recipe, questions: Questions, base: Answers | None, save: Path | None, server: Server | None
+) -> Answers:
     from moonep_validate.served.speakers.remote import Remote
 
     speaker = Remote(recipe, server.url if server else recipe.url, server.died if server else lambda: None)
-    prompts = _asked_before(plan, base)
-    prompts = prompts or make_prompts(speaker.vocab, plan.prompts, plan.seed, speaker.longest - 1)
+    prompts = _asked_before(questions, base)
+    prompts = prompts or make_prompts(speaker.vocab, questions.prompts, questions.seed, speaker.longest - 1)
     store = Store(save, speaker.who) if save else None
     total, done = len(prompts) * (2 + len(AGAIN)), 0
 
     def keep(answer: Answer) -> None:
         nonlocal done
         done += 1
-        plan.tell(done, total)
+        questions.tell(done, total)
         if store:
             store.keep(answer)
 

@@ -87,7 +87,7 @@ def module_subject(
     Args:
         name: of the module.
         generation: of its API.
-        part: what was imported (probe.py); the module itself is imported in the workers only.
+        part: what was imported (identify.py); the module itself is imported in the workers only.
         relaxed: also run cases that real hardware refuses.
         destructive: also run bad input that may trap, hang or end the process.
         device: ``cpu`` or ``cuda``.

@@ -100,10 +100,10 @@ class Manifest:
         return manifest.checked(path)
 
     def checked(self, path: Path) -> Manifest:
-        """Itself, if each case has what the policy asks for.
+        """Itself, if each case has what ``keep`` asks for.
 
         Raises:
-            TraceError: for a case that is listed twice, or a trace that is or is not there against the policy.
+            TraceError: for a case that is listed twice, or a trace that is or is not there against ``keep``.
         """
         if twice := [case for case, count in Counter(e.case for e in self.entries).items() if count > 1]:
             raise TraceError(f"{path} lists {shown(twice[0])} twice")
@@ -159,7 +159,7 @@ def check_report(folder: Path, manifest: Manifest) -> None:
 
 
 def due(keep: Keeps, status: str) -> bool:
-    """Whether the policy keeps the trace of a case with this verdict."""
+    """Whether ``keep`` asks for the trace of a case with this verdict."""
     return keep == "all" or (keep == "failed" and status not in ("passed", "waived"))
 
 

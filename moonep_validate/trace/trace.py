@@ -27,7 +27,7 @@ from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.trace.head import MAX_AXIS, CallHead, Head
 from moonep_validate.trace.head import Part as Part
 from moonep_validate.trace.head import Relation as Relation
-from moonep_validate.trace.keep import Keep
+from moonep_validate.trace.recording import Recording
 from moonep_validate.trace.schema import SchemaError, build, decoded, one_line, parsed, read_bytes, shown
 from moonep_validate.worlds.comm import Abandoned, PeerFailed
 
@@ -39,7 +39,7 @@ MAX_BYTES, MAX_HEADER = 2**36, 10**8
 #: Elements of all empty tensors, as if their empty axes were 1.
 MAX_EMPTY = 2**27
 _PLACE = re.compile(r"(\d{1,3})/(\d{1,5})/(\w{1,64})", re.ASCII)
-_FULL = Keep()
+_FULL = Recording()
 
 
 class TraceError(ValueError):
@@ -64,7 +64,7 @@ class Call:
         error: ``{"type", "message", "where", "peer"}`` if the call raised; ``peer`` says that it only stopped
             because of another rank.
         done: whether it returned or raised; a call that did neither is where a rank hung.
-        policy: how much of a tensor is kept.
+        recording: how much of a tensor is kept.
         later: what waits for the device.
     """
 
@@ -74,7 +74,7 @@ class Call:
     info: dict[str, Any] = field(default_factory=dict)
     error: dict[str, Any] | None = None
     done: bool = False
-    policy: Keep = _FULL
+    recording: Recording = _FULL
     later: list[Callable[[], None]] = field(default_factory=list)
     _held: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
@@ -93,10 +93,10 @@ class Call:
         """Keep tensors that nothing changes afterwards, without a copy, and their form."""
         self.note(**tensors)
         for name, tensor in tensors.items():
-            self.tensors |= self.policy.of(name, tensor.detach())
+            self.tensors |= self.recording.of(name, tensor.detach())
 
     def whole(self, **tensors: Tensor | None) -> None:
-        """Keep small tensors, which nothing changes afterwards, whatever the policy is; parts of others."""
+        """Keep small tensors, which nothing changes afterwards, whatever the recording is; parts of others."""
         self.tensors |= {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
 
     def note(self, **tensors: Tensor | None) -> None:
@@ -111,11 +111,11 @@ class Call:
                 self._held[name] = self._copied(name, tensor)
 
     def _copied(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """What the policy keeps of a tensor, in memory of its own."""
+        """What the recording keeps of a tensor, in memory of its own."""
         if tensor.is_meta:
             raise ValueError(f"{name} is a meta tensor: it holds no data")
         copies = {}
-        for part, kept in self.policy.of(name, tensor.detach()).items():
+        for part, kept in self.recording.of(name, tensor.detach()).items():
             # what indexing made is a copy already
             copied = kept is not tensor and kept.data_ptr() != tensor.data_ptr()
             copies[part] = kept if copied else kept.clone(memory_format=torch.contiguous_format)
@@ -129,7 +129,7 @@ class Call:
             before = self._held.pop(name, self.tensors)
             if tensor is None or name not in before:
                 continue
-            for part, now in self.policy.of(name, tensor.detach()).items():
+            for part, now in self.recording.of(name, tensor.detach()).items():
                 compared += [name] * bool(now.numel())
                 was = before.get(part)
                 if was is None or (was.shape, was.dtype, was.device) != (now.shape, now.dtype, now.device):
@@ -161,14 +161,14 @@ class Recorder:
 
     Args:
         tell: called with (step, op, done) when a call begins and ends, so that a lost rank has a place.
-        policy: how much of each tensor is kept.
+        recording: how much of each tensor is kept.
     """
 
     def __init__(
-        self, tell: Callable[[str, str, bool], None] = lambda step, op, done: None, policy: Keep = _FULL
+        self, tell: Callable[[str, str, bool], None] = lambda step, op, done: None, recording: Recording = _FULL
     ) -> None:
         self.calls: list[Call] = []
-        self.tell, self.policy = tell, policy
+        self.tell, self.recording = tell, recording
 
     def settle(self) -> None:
         """Bring what was recorded to the CPU; once, when the rank is done.
@@ -187,7 +187,7 @@ class Recorder:
     @contextmanager
     def call(self, step: str, op: str, **info: Any) -> Iterator[Call]:
         """Record one call with JSON data; an exception is noted on it and raised on."""
-        call = Call(step, op, info=info, policy=self.policy)
+        call = Call(step, op, info=info, recording=self.recording)
         self.calls.append(call)
         self.tell(step, op, False)
         try:
@@ -226,7 +226,7 @@ class Trace:
         proves, leaves_open: what a pass of this trace means, and what it does not say.
         not_run: why the subject did not run the case, or empty.
         reproducer: the options beside ``--case`` that reproduce this trace, e.g. ``--fault slot-not-filled``.
-        keep: the policy of the recorder, see keep.py.
+        keep: how much was recorded, a text of ``Recording``.
         seal: of the file that it came from or went to, or empty.
     """
 
@@ -343,7 +343,7 @@ class Trace:
     @classmethod
     def _from(cls, head: Head, tensors: Mapping[str, Tensor]) -> Trace:
         case = Case.parse(head.case)
-        Keep.parse(head.keep)
+        Recording.parse(head.keep)
         calls = [[_call(call) for call in rank] for rank in head.calls]
         for key, tensor in tensors.items():
             place = _PLACE.fullmatch(key)

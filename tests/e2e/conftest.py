@@ -8,7 +8,7 @@ import pytest
 
 from moonep_validate.served.pair import PairVerdict, judge_pair
 from moonep_validate.served.prompts import GROUPS
-from moonep_validate.served.sides import Plan, answers_of
+from moonep_validate.served.sides import Questions, answers_of
 
 #: The item of a pair beside those of its groups.
 WHOLE = "pair"
@@ -44,11 +44,11 @@ class Verdicts:
 
     def of(self, base: str, candidate: str) -> PairVerdict:
         if (base, candidate) not in self._found:
-            plan = Plan(self._config.getoption("--moonep-prompts"), 0, "float32", 1200.0)
+            questions = Questions(self._config.getoption("--moonep-prompts"), 0, "float32", 1200.0)
             third = self._config.getoption("--moonep-reference")
-            mine = answers_of(base, plan, None, self._folder / f"{Path(base).stem}.jsonl")
-            other = answers_of(candidate, plan, mine, self._folder / f"{Path(candidate).stem}.jsonl")
-            reference = answers_of(third, plan, mine) if third else None
+            mine = answers_of(base, questions, None, self._folder / f"{Path(base).stem}.jsonl")
+            other = answers_of(candidate, questions, mine, self._folder / f"{Path(candidate).stem}.jsonl")
+            reference = answers_of(third, questions, mine) if third else None
             self._found[base, candidate] = judge_pair(mine, other, reference=reference)
         return self._found[base, candidate]
 

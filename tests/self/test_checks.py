@@ -13,7 +13,7 @@ from moonep_validate.judge.coverage import bare
 from moonep_validate.judge.facts import Step
 from moonep_validate.judge.registry import register, step_checks
 from moonep_validate.pipeline.judge import judge
-from moonep_validate.trace.keep import Keep
+from moonep_validate.trace.recording import Recording
 from moonep_validate.trace.trace import Part, Trace
 from tests.self.corruptions import CORRUPTIONS, EQUAL_LOADS, Corruption, call, moved_without_need, results, tensor
 from tests.self.corruptions_experts import EXPERTS
@@ -149,18 +149,18 @@ def test_taps_of_a_call_that_raised_are_neutral_only_if_f1_says_so(recorded: Cal
 def test_a_stage_that_no_check_compared_is_vacuous(recorded: Callable[..., Trace]) -> None:
     trace = recorded()
     verdict = judge(trace)
-    assert bare(trace.case, verdict.results, Keep()) == []
+    assert bare(trace.case, verdict.results, Recording()) == []
     kept = [r for r in verdict.results if r.stage != "combine" or r.check == "F1"]
-    assert bare(trace.case, kept, Keep()) == ["combine"]
-    assert bare(trace.case, kept, Keep("plan")) == [], "the recording does not reach"
-    assert bare(trace.case, [replace(r, gates=r.check == "F1") for r in kept], Keep())[0] == "plan"
+    assert bare(trace.case, kept, Recording()) == ["combine"]
+    assert bare(trace.case, kept, Recording("plan")) == [], "the recording does not reach"
+    assert bare(trace.case, [replace(r, gates=r.check == "F1") for r in kept], Recording())[0] == "plan"
 
 
 def test_a_layer_without_any_token_has_nothing_to_compare(recorded: Callable[..., Trace]) -> None:
     trace = recorded()
     rest = [r for r in judge(trace).results if r.stage != "layer" or r.check == "F1"]
-    assert bare(trace.case, rest, Keep()) == ["layer"]
-    assert bare(trace.case.but(tokens=(0,) * trace.case.R), rest, Keep()) == []
+    assert bare(trace.case, rest, Recording()) == ["layer"]
+    assert bare(trace.case.but(tokens=(0,) * trace.case.R), rest, Recording()) == []
 
 
 def test_what_does_not_apply_says_why(recorded: Callable[..., Trace]) -> None:

@@ -19,7 +19,7 @@ from moonep_validate.pipeline.make import make_job
 from moonep_validate.pipeline.options import Options
 from moonep_validate.pipeline.record import record
 from moonep_validate.pipeline.run import run_case
-from moonep_validate.trace.keep import LEVELS
+from moonep_validate.trace.recording import AMOUNTS
 from moonep_validate.trace.trace import Trace, form_of
 from tests.self.conftest import CASE
 from tests.self.corruptions import call, results, tensor
@@ -74,13 +74,13 @@ def test_another_form_or_a_changed_plan_is_found_at_its_stage_on_its_rank(text: 
     assert set(named) == {1} if "rank=all" not in text else {0, 1} <= set(named), verdict.diagnosis
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_noted_form_is_judged_whatever_is_recorded(level: str) -> None:
-    job = Job(faults=job_with("combine-form:how=short").faults, recording=level)
+@pytest.mark.parametrize("amount", AMOUNTS)
+def test_the_noted_form_is_judged_whatever_is_recorded(amount: str) -> None:
+    job = Job(faults=job_with("combine-form:how=short").faults, recording=amount)
     verdict = run_case(job, CASE)[1]
     assert verdict.first is not None
     assert (verdict.first.check, verdict.first.findings[0].place) == ("O6", {"rank": 1}), verdict.diagnosis
-    assert run_case(Job(recording=level), CASE)[1].ok
+    assert run_case(Job(recording=amount), CASE)[1].ok
 
 
 @pytest.mark.parametrize("generation", ["A", "B"])

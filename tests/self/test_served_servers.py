@@ -17,14 +17,14 @@ from moonep_validate.errors import CaseError
 from moonep_validate.served.answers import Answers, read
 from moonep_validate.served.dialects import DIALECTS
 from moonep_validate.served.recipe import Recipe, read_recipe
-from moonep_validate.served.sides import Plan, answers_of
+from moonep_validate.served.sides import Questions, answers_of
 from moonep_validate.trace.schema import SchemaError
 from tests.self import served_server
 from tests.self.served_server import MODEL, VOCAB
 
 pytest.importorskip("httpx", reason="servers need the extra `served`")
 FAKE = served_server.__file__
-PLAN = Plan(8, 0, "", 60.0)
+QUESTIONS = Questions(8, 0, "", 60.0)
 Cli = Callable[..., tuple[int, str, str]]
 
 
@@ -37,7 +37,7 @@ def recipe(folder: Path, fault: str = "", more: str = "", name: str = "side") ->
 
 
 def asked(folder: Path, fault: str = "", more: str = "", **arguments: Any) -> Answers:
-    return answers_of(recipe(folder, fault, more), PLAN, **arguments)
+    return answers_of(recipe(folder, fault, more), QUESTIONS, **arguments)
 
 
 @pytest.mark.parametrize("dialect", ["openai", "sglang"])
@@ -144,13 +144,13 @@ def test_known_answers_are_not_asked_again(tmp_path: Path) -> None:
     lines = whole.splitlines(keepends=True)
     save.write_bytes(b"".join(lines[:5]) + lines[5][:20])  # interrupted while a line was written
     told: list[tuple[int, int]] = []
-    plan = Plan(8, 0, "", 60.0, tell=lambda done, total: told.append((done, total)))
-    found = answers_of(recipe(tmp_path), plan, save=save)
+    questions = Questions(8, 0, "", 60.0, tell=lambda done, total: told.append((done, total)))
+    found = answers_of(recipe(tmp_path), questions, save=save)
     assert len(found.run("greedy")) == 8
     assert told[-1] == (24 - 4, 24)
     other = recipe(tmp_path, more='dtype = "float32"')
     with pytest.raises(CaseError, match=r"holds answers of fake 1\.5, tiny; this side is fake 1\.5 float32"):
-        answers_of(other, plan, save=save)
+        answers_of(other, questions, save=save)
 
 
 @pytest.mark.parametrize(
@@ -233,11 +233,11 @@ def test_running_server_by_url_and_its_key(monkeypatch: pytest.MonkeyPatch, tmp_
         path = tmp_path / "url.toml"
         path.write_text(text)
         with pytest.raises(CaseError, match="key_variable = THE_KEY: this variable is not set"):
-            answers_of(str(path), PLAN)
+            answers_of(str(path), QUESTIONS)
         monkeypatch.setenv("THE_KEY", "sk-very-secret")
-        assert not [one for one in answers_of(str(path), PLAN).run("greedy").values() if one.error]
+        assert not [one for one in answers_of(str(path), QUESTIONS).run("greedy").values() if one.error]
         monkeypatch.setenv("THE_KEY", "sk-another-one")
-        wrong = answers_of(str(path), PLAN).run("greedy")["short-0"].error
+        wrong = answers_of(str(path), QUESTIONS).run("greedy")["short-0"].error
         assert wrong.startswith("HTTP 401")
         assert "sk-another-one" not in wrong
     assert server.process.poll() is not None

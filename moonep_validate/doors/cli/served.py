@@ -58,21 +58,21 @@ def compare(
     from moonep_validate.served.noise import power_of, prompts_needed
     from moonep_validate.served.pair import judge_pair
     from moonep_validate.served.progress import Progress
-    from moonep_validate.served.sides import Plan, answers_of
+    from moonep_validate.served.sides import Questions, answers_of
 
     count = prompts if power is None else prompts_needed(power)
-    plan = Plan(count, seed, dtype, deadline, prompts_file, Progress())
+    questions = Questions(count, seed, dtype, deadline, prompts_file, Progress())
     if not prompts_file and not base.endswith(".jsonl"):
         note(power_of(count))
-    mine = answers_of(base, plan, save=save if candidate is None else None)
+    mine = answers_of(base, questions, save=save if candidate is None else None)
     if candidate is None:
         if save is None:
             raise CaseError("one side alone has nothing to be compared with: give a CANDIDATE, or --save FILE")
         console.print(f"{save}: {len(mine.run(GREEDY))} answers of {mine.who}", highlight=False, soft_wrap=True)
         return
-    other = answers_of(candidate, plan, mine, save)
-    more = [answers_of(one, plan, mine) for one in healthy or ()]
-    third = answers_of(reference, plan, mine) if reference else None
+    other = answers_of(candidate, questions, mine, save)
+    more = [answers_of(one, questions, mine) for one in healthy or ()]
+    third = answers_of(reference, questions, mine) if reference else None
     verdict = judge_pair(mine, other, more, third)
     if json:
         sys.stdout.write(dumps(verdict.to_json()) + "\n")

@@ -76,7 +76,7 @@ class OutputFolder:
         self.write_report(Summary(len(cases)), "")
 
     def note(self, trace: Trace, verdict: Verdict) -> None:
-        """Note a verdict, and keep the trace if the policy says so; its name is the case."""
+        """Note a verdict, and keep the trace if ``--keep`` says so; its name is the case."""
         file = None
         if due(self.manifest.keep, verdict.status):
             file = f"{_file_name(trace.case)}{_SUFFIX}"

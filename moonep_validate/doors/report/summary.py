@@ -11,7 +11,7 @@ from moonep_validate.judge.coverage import proven
 from moonep_validate.judge.stages import PLACE
 from moonep_validate.judge.verdict import EXIT_CODES, NO_CHECK, Verdict, worst
 from moonep_validate.judge.witnesses import WITNESSES
-from moonep_validate.trace.keep import Keep
+from moonep_validate.trace.recording import Recording
 
 INTERRUPTED = 2
 NOTHING_RAN = 5
@@ -98,7 +98,7 @@ class Summary:
 
     def proven(self) -> tuple[list[str], list[str]]:
         """Stages at which values were compared and nothing is known to be wrong: all of them, and only in part."""
-        found = [proven(verdict.results, Keep.parse(verdict.recording)) for verdict in self.verdicts]
+        found = [proven(verdict.results, Recording.parse(verdict.recording)) for verdict in self.verdicts]
         parts = {stage for _, part in found for stage in part}
         whole = {stage for stages, _ in found for stage in stages} - parts
         return [stage for stage in PLACE if stage in whole], [stage for stage in PLACE if stage in parts]

@@ -21,7 +21,7 @@ from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.registry import CHECKS as CHECKS
 from moonep_validate.judge.registry import Check as Check
 from moonep_validate.judge.verdict import Finding, Result
-from moonep_validate.trace.keep import Keep, is_digest
+from moonep_validate.trace.recording import Recording, is_digest
 from moonep_validate.trace.trace import Trace, bits, same_bits
 
 _MODULES = (
@@ -65,7 +65,7 @@ def run_check(check: Check, step: Step, trace: Trace) -> Result:
         "level": part.level,
         "gates": gates,
     }
-    kept = Keep.parse(trace.keep)
+    kept = Recording.parse(trace.keep)
     if not kept.reaches(check.needs):
         reason = f"it needs --record {check.needs}, the recorder kept {trace.keep}"
         return Result(**result, status="not_applicable", reason=reason)

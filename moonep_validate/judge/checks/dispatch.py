@@ -10,7 +10,7 @@ import torch
 from moonep_validate.judge.checks import Compared, axes, differ, differ_bits, unchanged_inputs
 from moonep_validate.judge.facts import Absent, Step
 from moonep_validate.judge.registry import check
-from moonep_validate.trace.keep import DIGEST
+from moonep_validate.trace.recording import DIGEST
 
 
 @check("D1", "dispatch", needs="digest")

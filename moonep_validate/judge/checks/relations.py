@@ -10,7 +10,7 @@ from moonep_validate.judge.facts import Absent, Missing, Step
 from moonep_validate.judge.registry import Check, register
 from moonep_validate.judge.stages import STAGES
 from moonep_validate.judge.verdict import Result
-from moonep_validate.trace.keep import Keep
+from moonep_validate.trace.recording import Recording
 from moonep_validate.trace.trace import Relation, Trace
 
 _RELATIONS = (
@@ -110,7 +110,7 @@ def _called_in_both(step: Step, base: Step, op: str) -> None:
 
 def _compare_valid(step: Step, base: Step, name: str, what: str) -> Compared:
     """Rows of experts that were called alone; the others are undefined, and every rank has as many as it likes."""
-    if not Keep.parse(step.trace.keep).full:
+    if not Recording.parse(step.trace.keep).full:
         raise Absent(f"it needs --record full, the recorder kept {step.trace.keep}")
     valid = [base.one("experts", rank, "valid") for rank in range(base.case.R)]
     place = [(rank, int(row)) for rank, mask in enumerate(valid) for row in mask.nonzero()[:, 0]]
@@ -122,7 +122,7 @@ def _compare_valid(step: Step, base: Step, name: str, what: str) -> Compared:
 
 def _compare_moved(step: Step, relation: Relation, op: str, name: str) -> Compared:
     """Compare tokens with those that the relation names, or with sums of them, see ``trace.Relation``."""
-    if relation.terms and not Keep.parse(step.trace.keep).reaches("columns"):
+    if relation.terms and not Recording.parse(step.trace.keep).reaches("columns"):
         raise Absent(f"sums need --record columns, the recorder kept {step.trace.keep}")
     got = step.tap(op, name)
     ranks, tokens = got.shape[:2]

@@ -24,7 +24,7 @@ from moonep_validate.data.problem import (
     stored,
 )
 from moonep_validate.reference.experts import swiglu
-from moonep_validate.reference.routed import situ
+from moonep_validate.reference.k3 import situ
 from moonep_validate.sessions.protocols import (
     BufferPlan,
     Dispatched,
@@ -38,7 +38,7 @@ from moonep_validate.subjects import experts
 from moonep_validate.subjects.buffer.api import Gradients, Slots, make_buffer
 from moonep_validate.subjects.buffer.captured import Captured, in_capture
 from moonep_validate.subjects.buffer.plan import plan_inputs, plan_tensors
-from moonep_validate.trace.keep import sampled_rows
+from moonep_validate.trace.recording import sampled_rows
 from moonep_validate.trace.trace import Call
 from moonep_validate.worlds.comm import CollectiveError
 
@@ -275,13 +275,13 @@ class ComposedSession:
         weights = {f"weight_{name}": self.weights.groups(name) for name in self.weights.names}
         inputs = {"rows": sent.rows, "row_weights": sent.row_weights, "cu_seqlens": sent.cu_seqlens, **weights}
         call.info["decoded"] = experts.decodes(self.rig.experts, self.case)
-        call.put(**inputs if call.policy.full else {"cu_seqlens": sent.cu_seqlens})
+        call.put(**inputs if call.recording.full else {"cu_seqlens": sent.cu_seqlens})
         out: Tensor = self._experts(sent.rows, sent.row_weights, sent.cu_seqlens, list(weights.values()))
         call.note(**inputs, out=out)
-        if call.policy.full:
+        if call.recording.full:
             call.put(out=out)
             call.unchanged(**inputs)
-        elif call.policy.reaches("columns") and out.shape == sent.rows.shape:
+        elif call.recording.reaches("columns") and out.shape == sent.rows.shape:
             _put_sample(call, sent, weights, out)
         return out
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moonep_validate.data.k3 import ModelWeights, model_hidden, model_weights
 from moonep_validate.data.problem import Batch
-from moonep_validate.reference import routed
+from moonep_validate.reference import k3 as model
 from moonep_validate.sessions.rig import Rig
 from moonep_validate.subjects.buffer.composed import ComposedSession
 
@@ -26,11 +26,11 @@ class RoutedSession(ComposedSession):
     def __init__(self, rig: Rig, buffer: Callable[..., Any], group: Any) -> None:
         super().__init__(rig, buffer, group)
         functions: dict[str, Callable[..., Any]] = {
-            "router": routed.route,
-            "latent": routed.project,
-            "norm": routed.rms_norm,
-            "shared": routed.shared_expert,
-            "output": routed.output,
+            "router": model.route,
+            "latent": model.project,
+            "norm": model.rms_norm,
+            "shared": model.shared_expert,
+            "output": model.output,
         }
         self._part = {name: rig.seams.around(f"model.{name}", function) for name, function in functions.items()}
 

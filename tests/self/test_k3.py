@@ -19,7 +19,7 @@ from moonep_validate.judge.stages import owned_by
 from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.record import record
 from moonep_validate.pipeline.run import run_case
-from moonep_validate.reference import routed
+from moonep_validate.reference import k3 as model
 from moonep_validate.subjects import REFERENCE, module_subject
 from moonep_validate.trace.trace import Part
 
@@ -32,7 +32,7 @@ def test_the_router_chooses_the_ids_of_the_routing_word_in_their_order(routing: 
     case = Case.parse(f"{SIZES}+{routing}")
     weights = model_weights(case)
     for rank in range(case.R):
-        ids, _ = routed.route(model_hidden(case, rank, batch(case, rank)), weights.gate, weights.bias, case.K)
+        ids, _ = model.route(model_hidden(case, rank, batch(case, rank)), weights.gate, weights.bias, case.K)
         assert torch.equal(ids, topk_ids(case, rank))
 
 
@@ -50,13 +50,13 @@ def test_widths_and_dtypes_of_the_data() -> None:
 def test_a_rounded_or_forgotten_bias_changes_the_choice_for_most_tokens() -> None:
     case = Case.parse("genB+R2+E32+K4+S64+fill:real+k3")
     weights, hidden = model_weights(case), model_hidden(case, 0, batch(case, 0))
-    right, _ = routed.route(hidden, weights.gate, weights.bias, case.K)
+    right, _ = model.route(hidden, weights.gate, weights.bias, case.K)
     for bias in (torch.zeros_like(weights.bias), weights.bias.bfloat16().float()):
-        wrong, _ = routed.route(hidden, weights.gate, bias, case.K)
+        wrong, _ = model.route(hidden, weights.gate, bias, case.K)
         assert (right.sort().values != wrong.sort().values).any(dim=1).float().mean() > 0.5
-    shifted, same = routed.route(hidden, weights.gate, weights.bias + 1, case.K)
+    shifted, same = model.route(hidden, weights.gate, weights.bias + 1, case.K)
     assert torch.equal(shifted, right)
-    assert torch.equal(same, routed.route(hidden, weights.gate, weights.bias, case.K)[1])
+    assert torch.equal(same, model.route(hidden, weights.gate, weights.bias, case.K)[1])
 
 
 def test_oracle_of_the_router_equals_a_plain_loop() -> None:
@@ -98,14 +98,14 @@ def test_situ_has_its_published_values_and_slopes() -> None:
         assert torch.allclose(factor(x)[1], slope, atol=1e-8)
     g, u = torch.linspace(-9, 9, 50), torch.linspace(-60, 60, 50)
     want = SITU.gate(g.double())[0] * SITU.up(u.double())[0]
-    assert torch.allclose(routed.situ(g, u).double(), want, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(model.situ(g, u).double(), want, rtol=1e-5, atol=1e-5)
 
 
 def test_a_routed_part_of_zero_leaves_the_shared_expert_alone() -> None:
     weights, hidden = model_weights(CASE), model_hidden(CASE, 0, batch(CASE, 0))
-    shared = routed.shared_expert(hidden, weights.shared)
-    normed = routed.rms_norm(torch.zeros(7, 24, dtype=torch.bfloat16), weights.norm)
-    up, out = routed.output(normed, weights.up, shared)
+    shared = model.shared_expert(hidden, weights.shared)
+    normed = model.rms_norm(torch.zeros(7, 24, dtype=torch.bfloat16), weights.norm)
+    up, out = model.output(normed, weights.up, shared)
     assert not up.any()
     assert torch.equal(out, shared)
 

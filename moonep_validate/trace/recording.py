@@ -1,4 +1,4 @@
-"""How much of a tensor does the recorder keep? A policy in one word, since a K3-sized row tap has 1.3 GB a rank.
+"""How much of a tensor does the recorder keep? One word says it, since a K3-sized row tap has 1.3 GB a rank.
 
 ====== ===================================================================================================
 plan   integers and route weights; rows and expert weights lose all columns
@@ -7,7 +7,7 @@ columns and some columns of each row, and some rows of the experts with their we
 full   everything
 ====== ===================================================================================================
 
-Each level keeps what the level before it keeps. A digest is two sums over the words of a row modulo 2**64, with
+Each amount keeps what the one before it keeps. A digest is two sums over the words of a row modulo 2**64, with
 hashed odd coefficients: rows that differ in one word always differ in both, and a row of zero bits has digest 0.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from moonep_validate.cases.case import CaseError
 from moonep_validate.hashing import below, hashed
 
-LEVELS = ("plan", "digest", "columns", "full")
+AMOUNTS = ("plan", "digest", "columns", "full")
 #: Columns that ``columns`` keeps, and rows of the experts that it samples, unless it says otherwise.
 COLUMNS = 16
 SAMPLED_ROWS = 8
@@ -32,40 +32,40 @@ DIGEST = "_digest"
 
 
 @dataclass(frozen=True)
-class Keep:
-    """A policy.
+class Recording:
+    """How much is kept of each tensor.
 
     Attributes:
-        level: one of ``LEVELS``.
+        amount: one of ``AMOUNTS``.
         columns: how many columns ``columns`` keeps.
     """
 
-    level: str = "full"
+    amount: str = "full"
     columns: int = 0
 
     def __str__(self) -> str:
-        return self.level + (f":{self.columns}" if self.level == "columns" and self.columns != COLUMNS else "")
+        return self.amount + (f":{self.columns}" if self.amount == "columns" and self.columns != COLUMNS else "")
 
     @classmethod
-    def parse(cls, text: str) -> Keep:
+    def parse(cls, text: str) -> Recording:
         """Read ``plan``, ``digest``, ``columns``, ``columns:N`` or ``full``.
 
         Raises:
             CaseError: for anything else.
         """
-        level, colon, number = text.partition(":")
-        if level not in LEVELS or (colon and (level != "columns" or not number.isdigit() or int(number) < 1)):
-            raise CaseError(f"--record {text}: write one of {', '.join(LEVELS)}, or columns:N with N above 0")
-        return cls(level, int(number) if number else COLUMNS if level == "columns" else 0)
+        amount, colon, number = text.partition(":")
+        if amount not in AMOUNTS or (colon and (amount != "columns" or not number.isdigit() or int(number) < 1)):
+            raise CaseError(f"--record {text}: write one of {', '.join(AMOUNTS)}, or columns:N with N above 0")
+        return cls(amount, int(number) if number else COLUMNS if amount == "columns" else 0)
 
     @property
     def full(self) -> bool:
         """Whether everything is kept."""
-        return self.level == "full"
+        return self.amount == "full"
 
-    def reaches(self, level: str) -> bool:
-        """Whether what ``level`` keeps is there."""
-        return LEVELS.index(self.level) >= LEVELS.index(level)
+    def reaches(self, amount: str) -> bool:
+        """Whether what ``amount`` keeps is there."""
+        return AMOUNTS.index(self.amount) >= AMOUNTS.index(amount)
 
     def of(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """What is kept of a tensor, by name; parts of it are views.
@@ -75,9 +75,9 @@ class Keep:
         rows, weights = _rows_or_weights(tensor.dim(), tensor.element_size())
         if self.full or not (rows or weights):
             return {name: tensor}
-        if self.level == "plan":
+        if self.amount == "plan":
             return {name: tensor[..., :0]}
-        if self.level == "digest" or weights:
+        if self.amount == "digest" or weights:
             return {name: digest(tensor)}
         return {name: tensor[:, chosen_columns(tensor.shape[1], self.columns)], name + DIGEST: digest(tensor)}
 
@@ -86,10 +86,10 @@ class Keep:
         rows, weights = _rows_or_weights(len(shape), getattr(torch, dtype).itemsize)
         if self.full or not (rows or weights):
             return {name: (shape, dtype)}
-        if self.level == "plan":
+        if self.amount == "plan":
             return {name: ((*shape[:-1], 0), dtype)}
         hashes = (shape[0], *[1] * weights, 2), "int64"
-        if self.level == "digest" or weights:
+        if self.amount == "digest" or weights:
             return {name: hashes}
         columns = len(chosen_columns(shape[1], self.columns))
         return {name: ((shape[0], columns), dtype), name + DIGEST: hashes}

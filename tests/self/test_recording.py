@@ -12,7 +12,7 @@ from moonep_validate.judge.checks import CHECKS
 from moonep_validate.pipeline.make import make_job
 from moonep_validate.pipeline.options import Options
 from moonep_validate.pipeline.run import run_case
-from moonep_validate.trace.keep import DIGEST, Keep, chosen_columns, digest, sampled_rows
+from moonep_validate.trace.recording import DIGEST, Recording, chosen_columns, digest, sampled_rows
 
 CASE = Case.parse("genB+R4+E12+K3+S7+H24+I20+pad5+hot:1")
 NOT_FULL = ("plan", "digest", "columns:3")
@@ -45,15 +45,15 @@ def test_a_digest_knows_order_signs_of_zero_and_nan_payloads() -> None:
 def test_policies_keep_what_they_say() -> None:
     rows = torch.randn(6, 40).bfloat16()
     ids = torch.arange(6 * 40).view(6, 40)
-    assert Keep.parse("full").of("rows", rows)["rows"] is rows
-    assert Keep.parse("plan").of("rows", rows)["rows"].shape == (6, 0)
-    assert Keep.parse("digest").of("rows", rows)["rows"].equal(digest(rows))
-    kept = Keep.parse("columns:4").of("rows", rows)
+    assert Recording.parse("full").of("rows", rows)["rows"] is rows
+    assert Recording.parse("plan").of("rows", rows)["rows"].shape == (6, 0)
+    assert Recording.parse("digest").of("rows", rows)["rows"].equal(digest(rows))
+    kept = Recording.parse("columns:4").of("rows", rows)
     assert kept["rows"].equal(rows[:, chosen_columns(40, 4)])
     assert kept["rows" + DIGEST].equal(digest(rows))
     assert {0, 39} <= set(chosen_columns(40, 4))
     for level in ("plan", "digest", "columns"):
-        assert Keep.parse(level).of("ids", ids)["ids"] is ids, "integers are always kept"
+        assert Recording.parse(level).of("ids", ids)["ids"] is ids, "integers are always kept"
     assert sampled_rows(3).tolist() == [0, 1, 2]
     assert len(sampled_rows(1000)) == 8
     assert int(sampled_rows(1000).max()) < 1000
@@ -62,7 +62,7 @@ def test_policies_keep_what_they_say() -> None:
 @pytest.mark.parametrize("text", ["some", "columns:0", "columns:", "columns:x", "digest:4", ""])
 def test_unknown_policies_are_refused(text: str) -> None:
     with pytest.raises(CaseError, match="write one of plan, digest, columns, full"):
-        Keep.parse(text)
+        Recording.parse(text)
 
 
 @pytest.mark.parametrize("generation", ["A", "B"])
@@ -73,7 +73,7 @@ def test_right_code_passes_and_what_needs_more_says_so(keep: str, generation: st
     assert trace.keep == keep
     by_check = {result.check: result for result in verdict.results if result.step == "base"}
     for id, check in CHECKS.items():
-        if not Keep.parse(keep).reaches(check.needs) and id in by_check:
+        if not Recording.parse(keep).reaches(check.needs) and id in by_check:
             result = by_check[id]
             assert (result.status, result.reason) == (
                 "not_applicable",
@@ -83,7 +83,7 @@ def test_right_code_passes_and_what_needs_more_says_so(keep: str, generation: st
     assert "--record" in make_job(Options(record=keep)).reproducer
 
 
-#: Fault -> the first check that finds it, and the least policy under which it does.
+#: Fault -> the first check that finds it, and the least amount with which it does.
 FOUND = {
     "row-used-twice": ("L2", "plan"),
     "row-of-another-token": ("D1", "digest"),
