@@ -150,6 +150,16 @@ def _(call: Next, plan: Any, **tensors: Any) -> Any:
     return result
 
 
+@fault("others-weight-changed", on="buffer.prefetch_weight", stage="prefetch", bugs="K25")
+def _(call: Next, plan: Any, **tensors: Any) -> Any:
+    """Of generation A: the weight of an expert that another rank owns changes where one rank reads it."""
+    result = call(plan, **tensors)
+    if "full_gate_weight" in tensors:
+        other = (call.rank + 1) % plan.R * (plan.E // plan.R)
+        tensors["full_gate_weight"][other, 0, 0] += 1
+    return result
+
+
 @fault("empty-plan-refused", on="buffer.prefetch_weight", stage="prefetch", bugs="K11", crashes=True)
 def _(call: Next, plan: Any, *args: Any, **kwargs: Any) -> Any:
     """One rank's prefetch raises where the plan has nothing to copy."""

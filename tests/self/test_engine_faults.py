@@ -100,6 +100,7 @@ THROUGH_TAPS = {
     "slot-row-shifted": ("hot_rank:0", "W1"),
     "unused-slot-written": ("hot:5", "W2"),
     "owner-weight-changed": ("hot:5", "U2"),
+    "others-weight-changed": ("hot:5", "U2"),
     "duplicates-dropped": ("hot:5", "C1"),
     "duplicates-dropped-later": ("hot:3+layers", "C1"),
     "duplicates-added-twice": ("hot:5", "C1"),

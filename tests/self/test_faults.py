@@ -88,6 +88,7 @@ KILLED_BY = {
     **{f"loaded-{id}": ("failed", "I8", MXFP4_REAL) for id in BYTE_FAULTS if id not in _ELSEWHERE},
     "loaded-scale-nan": ("failed", "F1", MXFP4_REAL),
     "owner-weight-changed": ("failed", "U2", PLAIN),
+    "others-weight-changed": ("failed", "U2", PLAIN),
     "route-weight-twice": ("failed", "P1", PLAIN),
     "source-row-for-slot": ("failed", "P1", PLAIN),
     "first-group-skipped": ("failed", "P1", PLAIN),
@@ -178,7 +179,12 @@ KILLED_BY = {
 #: The others need an engine: test_engine_faults.py.
 OF_A_BUFFER = [id for id, one in FAULTS.items() if not one.for_engine and not one.needs_gpu]
 #: Faults that only one generation can have.
-ONLY = {"no-prefetch-exit-fence": "B", "rotation-without-scales": "A", "rotation-one-rank-too-far": "A"}
+ONLY = {
+    "others-weight-changed": "A",
+    "no-prefetch-exit-fence": "B",
+    "rotation-without-scales": "A",
+    "rotation-one-rank-too-far": "A",
+}
 #: Where a fault of all ranks is found otherwise than one of rank 1.
 ON_ALL = {
     "plan-storage-reused:rank=all": ("failed", "L4"),  # no rank has two routes for a row, but those of the old ids

@@ -28,7 +28,9 @@ def loaded_bytes(s: Step) -> Iterator[Compared]:
             own = slice(first, first + s.case.experts_per_rank)
             held = s.one("prefetch", rank, f"local_{name}")
             due = want[own]
-            if s.layout.num_home_groups == s.case.E:  # own rows as they were before prefetch; U2 looks after that
+            moved = f"full_{name}" in s.call("prefetch", rank).info.get("changed", [])
+            # Own rows are as they were before prefetch; what it changed of others is U2's.
+            if s.layout.num_home_groups == s.case.E and not moved:
                 got = s.one("experts", rank, f"weight_{name}")[: s.case.E].clone()
                 got[own], first, held, due = held, 0, got, want
             place = lambda i: {"rank": rank, "expert": first + i[0], "weight_row": i[1], "weight_column": i[2]}  # noqa: B023, E731
