@@ -153,7 +153,7 @@ def moonep_verdict(
     moonep_case: Case, request: pytest.FixtureRequest, moonep_gpus: Callable[[int], list[str]]
 ) -> Verdict:
     """The verdict of one case, with its evidence level and reproducer as properties of the report."""
-    from moonep_validate.pipeline.require import unmet
+    from moonep_validate.pipeline.require import unmet, unmet_by
 
     job = _job(request.config)
     if missing := unmet(job, request.config.stash[_OPTIONS].require):
@@ -165,6 +165,10 @@ def moonep_verdict(
         (_COMMAND, verdict.command),
         (plugin_gate.STATUS, verdict.status),
     ]
+    if verdict.status != "not_run" and (
+        missing := unmet_by(verdict.parts, request.config.stash[_OPTIONS].require)
+    ):
+        pytest.fail("\n".join(missing), pytrace=False)
     if verdict.status == "not_run":
         pytest.skip(verdict.results[0].reason)
     if verdict.status == "waived":

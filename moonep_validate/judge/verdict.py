@@ -17,7 +17,7 @@ from moonep_validate.judge.stages import PLACE
 from moonep_validate.trace.trace import Part
 
 #: What a result can count as, from weakest to strongest (docs/architecture.md, Statuses and levels).
-LEVELS = ("stand-in", "reference", "patched", "real")
+LEVELS = ("stand-in", "reference", "unverified", "patched", "real")
 
 _SHOWN = 8
 

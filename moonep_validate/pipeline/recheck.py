@@ -6,7 +6,6 @@ the embedded reference, and what a subject was given is compared bit for bit; wh
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from moonep_validate.cases.case import Case
@@ -42,7 +41,7 @@ def skipped(trace: Trace) -> str:
     """Why a trace cannot be compared with its case's own data, or empty."""
     if trace.not_run:
         return ""
-    if "--subject " in trace.reproducer:
+    if trace.layer_door:
         return "an engine pads and orders its batches itself"
     if _elements(trace.case) > MAX_ELEMENTS:
         return "the case is too large to be recorded again"
@@ -50,7 +49,7 @@ def skipped(trace: Trace) -> str:
 
 
 def _reference(trace: Trace) -> Job:
-    faults = tuple(parse_fault(text) for text in re.findall(r"--fault (\S+)", trace.reproducer))
+    faults = tuple(map(parse_fault, trace.faults))
     return Job(faults=faults, recording=trace.keep)
 
 

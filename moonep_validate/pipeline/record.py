@@ -13,6 +13,7 @@ from moonep_validate.pipeline.lost import calls_of_lost_rank, deadlocked, left_r
 from moonep_validate.pipeline.selection import buffer_key, too_few_gpus
 from moonep_validate.scenarios import SCENARIOS
 from moonep_validate.sessions.rig import Rig
+from moonep_validate.subjects.vouch import compared
 from moonep_validate.trace.recording import Recording
 from moonep_validate.trace.trace import Recorder, Relation, Trace, TraceError, described
 from moonep_validate.worlds import processes, threads
@@ -31,6 +32,8 @@ def open_trace(job: Job, case: Case) -> Trace:
         leaves_open=subject.leaves_open,
         reproducer=job.reproducer,
         keep=job.recording,
+        layer_door=job.target.kind.layer_door,
+        faults=[str(fault) for fault in job.faults],
     )
 
 
@@ -137,6 +140,8 @@ def add_part(trace: Trace, rank: int, data: bytes) -> None:
     if len(part.calls) != 1:
         raise TraceError(f"it has the calls of {len(part.calls)} ranks; those of 1 are due")
     trace.calls[rank], trace.relations = part.calls[0], part.relations or trace.relations
+    if not part.not_run:
+        compared(trace, rank, part.said)
     trace.not_run = part.not_run or trace.not_run
     trace.errors += [f"rank {rank}: {error}" for error in part.errors]
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from moonep_validate.cases.case import CaseError
 from moonep_validate.judge.stages import STAGES, owned_by
 from moonep_validate.pipeline.job import Job
-from moonep_validate.subjects.provenance import describe
+from moonep_validate.subjects.provenance import describe, kind_of
+from moonep_validate.trace.trace import Part
 
 #: Groups of stages that a gate can ask for by one name.
 GROUPS = {
@@ -15,6 +16,8 @@ GROUPS = {
     "loader": ("load",),
     "engine": owned_by("engine"),
 }
+#: Levels of a package that is what it says it is; in ``patched`` the named seams were replaced.
+_MET = ("real", "patched")
 
 
 def unmet(job: Job, wanted: Sequence[str]) -> list[str]:
@@ -27,15 +30,27 @@ def unmet(job: Job, wanted: Sequence[str]) -> list[str]:
     Raises:
         CaseError: for a demand that is not of this form.
     """
-    parts, found = job.subject.parts, []
+    return unmet_by(job.subject.parts, wanted, job.not_run)
+
+
+def unmet_by(parts: Mapping[str, Part], wanted: Sequence[str], not_run: str | None = None) -> list[str]:
+    """The same of parts, as a run has found them: what ranks say can lower them.
+
+    Args:
+        parts: stage -> part.
+        wanted: see ``unmet``.
+        not_run: why nothing can run, or None.
+    """
+    found = []
     for demand in (one for text in wanted for one in text.split(",")):
         stage, equals, package = demand.partition("=")
         if not (equals and package) or stage not in (*GROUPS, *STAGES):
             known = ", ".join((*GROUPS, *STAGES))
             raise CaseError(f"--require {demand}: write STAGE=PACKAGE, where STAGE is one of {known}")
         for part in dict.fromkeys(parts[name] for name in GROUPS.get(stage, (stage,))):
-            if job.not_run:
-                found.append(f"--require {demand} is not met: {job.not_run}")
-            elif part.origin != "real" or package not in part.package.split("."):
-                found.append(f"--require {demand} is not met: {part.origin} {describe(part)} would run")
+            if not_run:
+                found.append(f"--require {demand} is not met: {not_run}")
+            elif part.level not in _MET or package not in part.package.split("."):
+                why = f" ({'; '.join(part.doubts)})" if part.doubts else ""
+                found.append(f"--require {demand} is not met: {kind_of(part)} {describe(part)} would run{why}")
     return found

@@ -21,6 +21,7 @@ from moonep_validate.cases.case import Case
 from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.record import open_trace, rank_main
 from moonep_validate.pipeline.target import Engine
+from moonep_validate.pipeline.words import tampered, used, words
 from moonep_validate.subjects.engines import start as engines
 from moonep_validate.trace.recording import Recording
 from moonep_validate.trace.trace import Recorder, Trace, described
@@ -94,7 +95,7 @@ def record_rank(job: Job, case: Case, comm: Logged) -> tuple[Trace, bool]:
         trace.not_run, trace.calls = reason, [[]]
         flight.note(DONE)
         return trace, False
-    recorder = Recorder(flight.tell, Recording.parse(job.recording))
+    recorder, before = Recorder(flight.tell, Recording.parse(job.recording)), used()
     try:
         trace.relations = rank_main(job, case, comm, recorder)
         flight.note(DONE)
@@ -105,5 +106,6 @@ def record_rank(job: Job, case: Case, comm: Logged) -> tuple[Trace, bool]:
             tell_peers(comm, error)
         if not any(call.error for call in recorder.calls):
             trace.errors.append("{type}: {message} ({where})".format(**described(error)))
-    trace.calls = [recorder.calls]
+    trace.calls, trace.said = [recorder.calls], words(job, before)
+    trace.errors += tampered(job)
     return trace, failed

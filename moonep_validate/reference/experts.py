@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from moonep_validate.reference.used import USED
+
 
 def swiglu(g: Tensor, u: Tensor) -> Tensor:
     """``silu(g) * u`` of float32 tensors of one shape."""
@@ -33,6 +35,7 @@ def grouped_experts(
     Returns:
         ``[NvS, H]`` bf16; rows after the last group are NaN, since a caller may not read them.
     """
+    USED["experts"] += 1
     out = torch.full_like(rows, float("nan"))
     begin = 0
     for group, end in enumerate(cu_seqlens.tolist()):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moonep_validate.cases.layout import Layout
 from moonep_validate.judge.oracle.plan import allocate, rank_quotas
+from moonep_validate.reference.used import USED
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ def plan_rank(topk_ids: Tensor, counts: Tensor, rank: int, layout: Layout) -> Lo
         rank: this rank.
         layout: the geometry.
     """
+    USED["buffer"] += 1
     alloc, copies, start, ends, zero_fill = _shared(tuple(counts.sum(dim=0).tolist()), layout)
     raw = _destinations(topk_ids.flatten().long(), counts, alloc, start, rank, layout)
     remote = (alloc[:, rank] > 0) & (torch.arange(layout.E) // layout.experts_per_rank != rank)

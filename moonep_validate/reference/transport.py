@@ -28,6 +28,7 @@ from moonep_validate.reference.lane import Event, Lane
 from moonep_validate.reference.leases import Leases
 from moonep_validate.reference.moves import Moves, moves_of
 from moonep_validate.reference.planner import plan_rank
+from moonep_validate.reference.used import USED
 from moonep_validate.worlds.comm import agree, barrier
 from moonep_validate.worlds.dist import as_comm
 
@@ -243,6 +244,8 @@ class Transport:
             barrier(self.group, "destroy")
 
     def _agree(self, name: str, problem: str | None) -> None:
+        """Refuse on every rank what one refuses; every call begins with it."""
+        USED["buffer"] += 1
         """Make one rank's refusal everybody's; while a graph is captured, ranks cannot talk on the host."""
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if refusal := problem if capturing else agree(self.group, name, problem):

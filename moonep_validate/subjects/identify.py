@@ -7,7 +7,7 @@ from typing import Any
 
 from moonep_validate.subjects.ask import ask
 from moonep_validate.subjects.buffer.api import detect_generation, import_module
-from moonep_validate.subjects.provenance import provenance
+from moonep_validate.subjects.vouch import part_of
 from moonep_validate.trace.trace import Part
 
 
@@ -44,9 +44,5 @@ def answer(name: str, api: str | None) -> dict[str, Any]:
     """
     module = import_module(name)
     generation = detect_generation(module.Buffer, api)
-    part = Part(
-        origin=getattr(module, "__moonep_origin__", "real"),
-        policy=getattr(module, "__moonep_policy__", "legal"),
-        **asdict(provenance(module)),
-    )
+    part = part_of(module, module.Buffer, policy=getattr(module, "__moonep_policy__", "legal"))
     return {"generation": generation, "part": asdict(part)}

@@ -64,7 +64,7 @@ class Provenance:
 def provenance(module: ModuleType) -> Provenance:
     """Find out where ``module`` came from."""
     package = _text(_attribute(module, "__name__"))
-    file = _file(module)
+    file = file_of(module)
     path = _resolved(file)
     top = package.partition(".")[0]
     owner = _owner(top, file, path) if path else None
@@ -74,6 +74,18 @@ def provenance(module: ModuleType) -> Provenance:
     revision, dirty = _work_tree(path) if path and (editable or not commit) else (commit[:12] or None, None)
     version = _version(owner) or _declared(module) or _declared(sys.modules.get(top)) or UNKNOWN
     return Provenance(package, version, revision, dirty, editable, _text(origin.get("url")) or None, file)
+
+
+def owner_of(top: str, file: Path) -> tuple[Distribution | None, bool]:
+    """The distribution that holds a file of the top-level package, and whether it is an editable install."""
+    path = _resolved(str(file))
+    owner = _owner(top, str(file), path) if path else None
+    return owner, owner is not None and _is_editable(_origin(owner))
+
+
+def kind_of(part: Part) -> str:
+    """The word for a part in evidence: its origin, or ``unverified`` where that is in doubt."""
+    return "unverified" if part.level == "unverified" else part.origin
 
 
 def describe(p: Provenance | Part) -> str:
@@ -104,7 +116,8 @@ def _declared(module: ModuleType | None) -> str:
     return _text(_attribute(module, "__version__"))
 
 
-def _file(module: ModuleType) -> str:
+def file_of(module: ModuleType) -> str:
+    """The module's file; the first folder of a namespace package; empty if there is neither."""
     with suppress(Exception):  # built-in: neither; namespace package: __file__ is None or absent
         return os.fsdecode(_attribute(module, "__file__") or next(iter(_attribute(module, "__path__"))))
     return ""

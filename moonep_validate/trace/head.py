@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from moonep_validate.trace.schema import SchemaError, Within, build, build_known, shown
@@ -24,6 +24,8 @@ class Part:
         policy: ``upstream`` where the part promises upstream's exact plan and rounding, else ``legal``.
         seams: where code was replaced; each lowers the level.
         rounds: rounding points beyond those of the reference experts (oracle/arithmetic.py).
+        doubts: why it is not known to be the package that it says it is, see subjects/vouch.py.
+        digest: of the files that were imported.
     """
 
     origin: str
@@ -37,11 +39,15 @@ class Part:
     policy: str = "legal"
     seams: tuple[str, ...] = ()
     rounds: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+    digest: str = ""
 
     @property
     def level(self) -> str:
         """What a result of this part counts as; real code in which something was replaced is ``patched``."""
-        return "patched" if self.origin == "real" and self.seams else self.origin
+        if self.origin != "real":
+            return self.origin
+        return "unverified" if self.doubts else "patched" if self.seams else "real"
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Part:
@@ -74,6 +80,21 @@ class Relation:
     taps: tuple[str, ...]
     tokens: tuple[tuple[int, ...], ...] | None = None
     terms: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a rank says of a part that it imported.
+
+    Attributes:
+        package, file, digest: as in ``Part``.
+        reference: whether this suite's reference ran in its place.
+    """
+
+    package: str
+    file: str
+    digest: str
+    reference: bool
 
 
 @dataclass(frozen=True)
@@ -179,6 +200,9 @@ class Head:
     not_run: str
     reproducer: str
     keep: str
+    layer_door: bool = False
+    faults: list[str] = field(default_factory=list)
+    said: list[Said] = field(default_factory=list)
 
     def checked(self) -> Head:
         """Check what type hints do not say.

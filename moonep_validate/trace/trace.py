@@ -27,6 +27,7 @@ from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.trace.head import MAX_AXIS, CallHead, Head
 from moonep_validate.trace.head import Part as Part
 from moonep_validate.trace.head import Relation as Relation
+from moonep_validate.trace.head import Said as Said
 from moonep_validate.trace.recording import Recording
 from moonep_validate.trace.schema import SchemaError, build, decoded, one_line, parsed, read_bytes, shown
 from moonep_validate.worlds.comm import Abandoned, PeerFailed
@@ -227,6 +228,9 @@ class Trace:
         not_run: why the subject did not run the case, or empty.
         reproducer: the options beside ``--case`` that reproduce this trace, e.g. ``--fault slot-not-filled``.
         keep: how much was recorded, a text of ``Recording``.
+        layer_door: whether the subject was judged at an engine's own layer; its batches are then the engine's.
+        faults: that were seeded.
+        said: in what one rank sends, its word on the parts that it imported.
         seal: of the file that it came from or went to, or empty.
     """
 
@@ -243,6 +247,9 @@ class Trace:
     not_run: str = ""
     reproducer: str = ""
     keep: str = "full"
+    layer_door: bool = False
+    faults: list[str] = field(default_factory=list)
+    said: list[Said] = field(default_factory=list)
     seal: str = ""
 
     def steps(self) -> list[str]:
@@ -279,6 +286,9 @@ class Trace:
             "hung": self.hung,
             "errors": self.errors,
             "autopsy": self.autopsy,
+            "layer_door": self.layer_door,
+            "faults": self.faults,
+            "said": [asdict(word) for word in self.said],
             **{name: getattr(self, name) for name in _TEXTS},
         }
         text = json.dumps(head)
@@ -359,6 +369,9 @@ class Trace:
             [asdict(one) for one in head.hung],
             head.errors,
             head.autopsy,
+            layer_door=head.layer_door,
+            faults=head.faults,
+            said=head.said,
             **{name: getattr(head, name) for name in _TEXTS},
         )
 

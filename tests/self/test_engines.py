@@ -130,7 +130,7 @@ def test_evidence_says_which_part_is_real() -> None:
         assert parts[stage][:2] == ("stand-in", "moonep"), stage
     assert verdict.level == "stand-in"
     levels = {result.check: result.level for result in verdict.results}
-    assert (levels["I8"], levels["P1"], levels["D1"]) == ("real", "real", "stand-in")
+    assert (levels["I8"], levels["P1"], levels["D1"]) == ("unverified", "unverified", "stand-in")
     assert Job.from_json(job.to_json()) == job
 
 
@@ -206,6 +206,13 @@ def test_a_fault_that_an_engine_has_no_door_for_is_not_exercised() -> None:
 
 def test_require_compares_with_what_would_run() -> None:
     job = job_of()
+    assert isinstance(job.target, Engine)
+    assert job.target.part is not None
+    (doubted,) = unmet(job, ["load=fake_engine"])
+    assert "is not met: unverified fake_engine 1.0" in doubted
+    assert "(no installed distribution lists" in doubted
+    known = replace(job.target.part, doubts=())
+    job = replace(job, target=replace(job.target, part=known))
     assert unmet(job, ["load=fake_engine", "engine=fake_engine"]) == []
     assert unmet(job, ["loader=fake_engine,layer=fake_engine"]) == []
     (missing,) = unmet(job, ["load=fake_engine,transport=moonep"])
@@ -233,11 +240,10 @@ def test_a_demand_of_another_form_is_refused(demand: str) -> None:
 
 
 def test_run_prints_evidence_and_meaning(cli: Cli) -> None:
-    code, out, err = cli(
-        "run", "--subject", GOOD, "--case", f"{SIZES}+hot:5+@slot_used", "--require", "load=fake_engine"
-    )
+    code, out, err = cli("run", "--subject", GOOD, "--case", f"{SIZES}+hot:5+@slot_used")
     assert (code, err) == (0, "")
-    assert "evidence: real fake_engine 1.0" in out
+    assert "evidence: unverified fake_engine 1.0" in out
+    assert "unverified: fake_engine: no installed distribution lists" in out
     assert "for life, load, prepare, experts, layer" in out
     assert "evidence: stand-in moonep " in out
     assert "for plan, dispatch, prefetch, combine" in out

@@ -194,16 +194,19 @@ def test_faults_reach_the_workers() -> None:
     assert "--moonep-module moonep_validate.reference.moonep_b --fault slot-not-filled:rank=0" in verdict.command
 
 
-def test_an_outside_module_is_real_and_legal_unless_told_otherwise(module: Callable[..., Job]) -> None:
+def test_an_outside_module_is_legal_unless_told_otherwise_and_a_subclass_of_ours_is_ours(
+    module: Callable[..., Job],
+) -> None:
     job = module("some_moonep", GOOD)
     part = job.subject.parts["plan"]
-    assert (part.origin, part.policy, part.package, part.version) == ("real", "legal", "some_moonep", "9.9")
+    assert (part.origin, part.policy, part.package, part.version) == ("stand-in", "legal", "some_moonep", "9.9")
     assert part.file.endswith("some_moonep.py")
     verdict = judged(job)
     assert verdict.ok
-    assert verdict.level == "reference"  # the experts are ours: the layer is no stronger than they
+    assert verdict.level == "stand-in"
+    assert "it inherits from moonep_validate.reference.moonep_b.Buffer" in verdict.parts["plan"].doubts
     by_stage = {r.stage: r.level for r in verdict.results}
-    assert (by_stage["plan"], by_stage["combine"], by_stage["experts"]) == ("real", "real", "reference")
+    assert (by_stage["plan"], by_stage["combine"], by_stage["experts"]) == ("stand-in", "stand-in", "reference")
     assert not next(r for r in verdict.results if r.check == "X1").gates
     upstream = make_job(Options(moonep_module="some_moonep", policy="upstream"))
     assert next(r for r in judged(upstream).results if r.check == "X1").gates

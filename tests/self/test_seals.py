@@ -230,9 +230,9 @@ def test_cases_that_left_no_trace_are_said(cli: Cli, tmp_path: Path) -> None:
 def test_what_cannot_be_compared_says_why(out: Path) -> None:
     trace = Trace.load(first(out))
     assert skipped(trace) == ""
-    trace.reproducer = "--subject vllm"
+    trace.layer_door = True
     assert skipped(trace) == "an engine pads and orders its batches itself"
-    trace.reproducer, trace.case = "", Case.parse("genB+R4+E896+K16+S4096+H3584+I3072")
+    trace.layer_door, trace.case = False, Case.parse("genB+R4+E896+K16+S4096+H3584+I3072")
     assert skipped(trace) == "the case is too large to be recorded again"
 
 

@@ -88,8 +88,7 @@ def run(
 
     title = f"{len(cases)} case{'s' * (len(cases) > 1)}" if options.case else f"profile {_profile(options)}"
     one_case = here.judged(record_and_judge)
-    needed = options.require_cases or 0
-    summary = _judge_all(cases, one_case, job, title, folder, shrink_seconds, all_checks, needed)
+    summary = _judge_all(cases, one_case, job, title, folder, shrink_seconds, all_checks, options)
     here.end(summary.exit_code)
     if folder and folder.lost:
         note(folder.lost)
@@ -323,14 +322,18 @@ def _judge_all(
     folder: OutputFolder | None,
     shrink_seconds: float,
     all_checks: bool,
-    required: int = 0,
+    options: Options = Options(),  # noqa: B008 - frozen
 ) -> Summary:
     """Loop over cases with a live display; a signal keeps what is known."""
     from moonep_validate.doors.report import terminal
     from moonep_validate.doors.report.summary import Summary
 
     console.print(f"[bold]moonep-validate {__version__}[/bold]: {title}", highlight=False)
-    summary, start, trace = Summary(len(cases), required=required), time.monotonic(), None
+    summary, start, trace = (
+        Summary(len(cases), required=options.require_cases or 0, require=options.require),
+        time.monotonic(),
+        None,
+    )
     try:
         with terminal.progress_bar(console) as progress:
             task = progress.add_task("", total=len(cases))

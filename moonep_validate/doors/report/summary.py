@@ -11,6 +11,7 @@ from moonep_validate.judge.coverage import proven
 from moonep_validate.judge.stages import PLACE
 from moonep_validate.judge.verdict import EXIT_CODES, NO_CHECK, Verdict, worst
 from moonep_validate.judge.witnesses import WITNESSES
+from moonep_validate.pipeline.require import unmet_by
 from moonep_validate.trace.recording import Recording
 
 INTERRUPTED = 2
@@ -40,6 +41,7 @@ class Summary:
     Attributes:
         planned: cases that were to run.
         required: cases that must be judged.
+        require: what must really run, see pipeline/require.py.
         interrupted: whether the user, or a signal, stopped it.
         ended: whether no more verdicts come; until then a report of it is no pass.
     """
@@ -48,6 +50,7 @@ class Summary:
     verdicts: list[Verdict] = field(default_factory=list)
     interrupted: bool = False
     required: int = 0
+    require: Sequence[str] = ()
     ended: bool = False
 
     @property
@@ -67,9 +70,17 @@ class Summary:
             return INTERRUPTED
         if code := EXIT_CODES[self.status]:
             return code
-        if self.ran < self.required:
+        if self.ran < self.required or self.unmet:
             return EXIT_CODES["failed"]
         return 0 if self.counts["passed"] or self.counts["waived"] else NOTHING_RAN
+
+    @property
+    def unmet(self) -> list[str]:
+        """Demands on what really runs that a case did not meet, once its ranks had their say."""
+        judged = (
+            [verdict.parts for verdict in self.verdicts if verdict.status != "not_run"] if self.require else []
+        )
+        return list(dict.fromkeys(text for parts in judged for text in unmet_by(parts, self.require)))
 
     @property
     def ran(self) -> int:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from moonep_validate.doors.report.summary import Row, Summary
 from moonep_validate.judge.verdict import Verdict
-from moonep_validate.subjects.provenance import describe
+from moonep_validate.subjects.provenance import describe, kind_of
 from moonep_validate.trace.trace import Part, Trace
 
 _STYLE = {"passed": "green", "failed": "bold red", "hung": "bold red", "error": "bold red"}
@@ -49,7 +49,7 @@ def show_evidence(console: Console, trace: Trace) -> None:
         stages.setdefault(part, []).append(stage)
     for part, names in ((part, names) for part, names in stages.items() if part.origin != "none"):
         console.print(
-            f"evidence: [bold]{part.origin}[/bold] {escape(describe(part))} for {', '.join(names)}",
+            f"evidence: [bold]{kind_of(part)}[/bold] {escape(describe(part))} for {', '.join(names)}",
             highlight=False,
             soft_wrap=True,
         )
@@ -143,8 +143,15 @@ def show_verdict(console: Console, summary: Summary, trace: Trace | None, second
         console.print(f"{proves}\nleaves open: {trace.leaves_open}", highlight=False, soft_wrap=True)
     elif summary.verdicts:
         console.print(f"proves nothing as it stands: {summary.status}", highlight=False)
+    for missing in summary.unmet:
+        console.print(missing, markup=False, highlight=False, soft_wrap=True)
     if summary.ran < summary.required:
         console.print(f"--require-cases {summary.required}: {summary.ran} cases were judged", highlight=False)
+    for doubted in dict.fromkeys(
+        part for verdict in summary.verdicts for part in verdict.parts.values() if part.doubts
+    ):
+        text = f"{kind_of(doubted)}: {doubted.package}: {'; '.join(doubted.doubts)}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     counts = ", ".join(f"{count} {status}" for status, count in summary.counts.items())
     word = "interrupted" if summary.interrupted else summary.status
     console.print(

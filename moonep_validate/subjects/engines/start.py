@@ -27,7 +27,7 @@ from moonep_validate.subjects.ask import ask
 from moonep_validate.subjects.engines import tap
 from moonep_validate.subjects.engines.integration import Integration, Started
 from moonep_validate.subjects.engines.layer import LayerSession, uninitialised_memory_is_poison
-from moonep_validate.subjects.provenance import provenance
+from moonep_validate.subjects.vouch import part_of
 from moonep_validate.trace.schema import build
 from moonep_validate.trace.trace import Part
 from moonep_validate.worlds import launch
@@ -42,6 +42,7 @@ _SHIM = Path(__file__).parents[1] / "shim"
 #: What an Integration must have.
 _MEMBERS = ("name", "rounds", "supports", "environment", "start", "open", "make_layer", "probes", "close")
 _started: dict[str, Integration] = {}
+_parts_here: dict[str, tuple[Part, Part]] = {}
 
 
 def integration(engine: str) -> Integration:
@@ -147,13 +148,18 @@ def start(engine: str, rank: int, size: int, device: str) -> dict[str, Any]:
         pass  # the first time costs seconds, which the deadline of a case has no room for
     _started[engine] = mine
     policy = getattr(moonep, "__moonep_policy__", "legal")
-    origin = getattr(moonep, "__moonep_origin__", "real")
     parts = {
-        "engine": Part("real", seams=begun.seams, rounds=mine.rounds, **asdict(provenance(begun.module))),
-        "moonep": Part(origin, policy=policy, **asdict(provenance(moonep))),
+        "engine": part_of(begun.module, seams=begun.seams, rounds=mine.rounds),
+        "moonep": part_of(moonep, moonep.Buffer, policy=policy),
     }
-    answer: dict[str, Any] = {name: asdict(part) for name, part in parts.items()}
-    return {**answer, "mismatch": mismatch(engine, begun, moonep.Buffer)}
+    _parts_here[engine] = (parts["engine"], parts["moonep"])
+    found: dict[str, Any] = {name: asdict(part) for name, part in parts.items()}
+    return {**found, "mismatch": mismatch(engine, begun, moonep.Buffer)}
+
+
+def parts_here(engine: str) -> tuple[Part, Part]:
+    """What this worker imported: the engine and its ``moonep``, of an engine that was started here."""
+    return _parts_here[engine]
 
 
 def reset(engine: str) -> None:

@@ -31,7 +31,7 @@ from moonep_validate.subjects.experts.implementation import (
     Experts,
     Unavailable,
 )
-from moonep_validate.subjects.provenance import provenance
+from moonep_validate.subjects.vouch import part_of
 from moonep_validate.trace.schema import build
 from moonep_validate.trace.trace import Part
 
@@ -183,8 +183,7 @@ def _of_user(module_name: str, function_name: str) -> Experts:
     rounds = _said(function, "rounds", (), ROUNDS)
     activations = _said(function, "activations", ("silu",), ACTIVATIONS)
     formats = _said(function, "formats", ("bf16",), tuple(FORMATS))
-    origin = getattr(module, "__moonep_origin__", "real")
-    part = Part(origin, rounds=rounds, **asdict(provenance(module)))
+    part = part_of(module, function, rounds=rounds)
     device = getattr(function, "device", "cpu")
     if device not in DEVICES:
         raise CaseError(f"{function_name}.device is {device!r}; known: {', '.join(DEVICES)}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -21,8 +21,7 @@ from moonep_validate.cases.case import Case
 from moonep_validate.formats import fp8
 from moonep_validate.subjects.experts.implementation import Activation, Experts, Unavailable
 from moonep_validate.subjects.experts.permute import Tiles, tile
-from moonep_validate.subjects.provenance import provenance
-from moonep_validate.trace.trace import Part
+from moonep_validate.subjects.vouch import part_of
 
 MODULES = ("deep_gemm", "sgl_deep_gemm", "vllm.third_party.deep_gemm")
 ENTRIES = {"bf16": "m_grouped_bf16_gemm_nt_contiguous", "fp8": "m_grouped_fp8_gemm_nt_contiguous"}
@@ -156,7 +155,8 @@ def fp8_fp4(device: str) -> Experts:
 def of_library(library: Library, kind: str, device: str) -> Experts:
     """The part on a given library."""
     rounds = _FP8_ROUNDS if kind == "fp8" else ()
-    part = Part("real", rounds=rounds, **asdict(provenance(library.module)))
+    made = (getattr(library.module, ENTRIES[kind], None),)
+    part = part_of(library.module, *made, rounds=rounds)
     return Experts(partial(compute, library, kind), part, device)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -11,8 +10,7 @@ from torch import Tensor
 
 from moonep_validate.cases.case import Case
 from moonep_validate.subjects.experts.implementation import Activation, Experts, Unavailable
-from moonep_validate.subjects.provenance import provenance
-from moonep_validate.trace.trace import Part
+from moonep_validate.subjects.vouch import part_of
 
 _NAMES = (("torch.nn.functional", "grouped_mm"), ("torch", "_grouped_mm"))
 
@@ -38,8 +36,7 @@ def make(device: str) -> Experts:
         inner = activation(product(rows, gate).float(), product(rows, up).float()).to(rows.dtype)
         return (product(inner, down) * row_weights[:, None]).to(rows.dtype)
 
-    part = Part("real", **{**asdict(provenance(torch)), "package": name})
-    return Experts(compute, part, device)
+    return Experts(compute, part_of(torch, package=name), device)
 
 
 def refuses(case: Case) -> str | None:
