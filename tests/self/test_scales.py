@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -15,6 +17,7 @@ from moonep_validate.data.problem import batch, expert_weights, stored
 from moonep_validate.formats import mxfp4
 from moonep_validate.formats.stored import FORMATS
 from moonep_validate.judge.verdict import Verdict
+from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.make import make_job
 from moonep_validate.pipeline.options import Options
 from moonep_validate.pipeline.run import run_case
@@ -45,7 +48,13 @@ def _right_again() -> Iterator[None]:
 
 def verdict_with(decode: Callable[[Tensor, Tensor], Tensor] | None, case: Case) -> Verdict:
     wrong["decode"] = decode
-    return run_case(make_job(Options(experts="tests.self.test_scales:careless")), case)[1]
+    return run_case(careless_job(), case)[1]
+
+
+@cache
+def careless_job() -> Job:
+    """Runs in this process, where ``wrong`` is; experts from outside run in workers otherwise."""
+    return replace(make_job(Options(experts="tests.self.test_scales:careless")), world="threads")
 
 
 def assert_caught(decode: Callable[[Tensor, Tensor], Tensor], what: object, case: Case = ALONE) -> None:
