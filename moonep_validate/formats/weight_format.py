@@ -58,7 +58,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """A format of expert weights; one file of ``formats/stored`` makes each (docs/architecture.md, Adding things).
+    """A format of expert weights; one file of ``formats/stored`` makes each (docs/recipes.md).
 
     Attributes:
         name: the word of a case.

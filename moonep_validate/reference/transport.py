@@ -176,7 +176,8 @@ class Transport:
         moves = moves_of(plan, self.rank, self.device)
 
         def work() -> tuple[Tensor, Tensor | None]:
-            if self.device.type == "cuda" and inter_rank_sync:  # on the CPU, agreeing was one
+            # A peer may still read my rows of the step before: nobody writes until all have come here.
+            if self.device.type == "cuda" and inter_rank_sync:  # on the CPU, agreeing was such a point
                 self.group.fence("dispatch entry", self._all_rows)
             self._scatter(hidden_sh, route_weights_sk, moves)
             rows = self._rows if zero_copy else self._rows.clone()
@@ -224,12 +225,14 @@ class Transport:
                 if route_weights_nvs is not None and route_weights_nvs.data_ptr() != self._weights.data_ptr():
                     self._weights.copy_(route_weights_nvs)
                 self._prologue(moves)
+            # Peers read my sums: nobody gathers before every rank has made its own.
             self.group.fence("combine prologue", self._all_rows)
             out, weights = self._gather(moves), None
             if route_weights_nvs is not None:
                 routes = self.layout.capacity
                 weights = get(self.group, "combine weights", self._all_weights, moves.weights, routes)
                 weights = weights.view(self.layout.S, plan.K)
+            # The next dispatch writes where peers read just now: nobody leaves before all have read.
             self.group.fence("combine exit", self._all_rows)
             return out, weights
 
@@ -247,6 +250,7 @@ class Transport:
         """Refuse on every rank what one refuses; every call begins with it."""
         USED["buffer"] += 1
         """Make one rank's refusal everybody's; while a graph is captured, ranks cannot talk on the host."""
+        # If one rank raised alone, its peers would wait for it in the next collective.
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if refusal := problem if capturing else agree(self.group, name, problem):
             raise AssertionError(refusal)
@@ -390,6 +394,7 @@ class Transport:
             put(self.group, "dispatch", self._all_rows, hidden, moves.sends)
             if weights is not None:
                 put(self.group, "dispatch weights", self._all_weights, weights.flatten(), moves.weights)
+        # Duplicates are copied from primary rows, which peers write: only from here on are they all there.
         self.group.fence("dispatch exit", self._all_rows)
         with self.leases.reading("rows", self.rank):
             self._rows.index_fill_(0, moves.zero, 0)
@@ -401,6 +406,7 @@ class Transport:
     def _prologue(self, moves: Moves) -> None:
         """Add duplicates to their primaries in float32, in list order, and round once."""
         total = self._rows[moves.heads].float()
+        # One round for each place in the list: no row is added to twice in it, so the order of the sum is fixed.
         for group, duplicate in moves.sums:
             total[group] += self._rows[duplicate].float()
         self._rows[moves.heads] = total.bfloat16()
@@ -436,6 +442,7 @@ class Transport:
                 self.group.fence("reduce entry", self._all_rows)
             for name, (grads, buffer) in pairs.items():
                 self._reduce(name, copies, grads, buffer)
+            # Owners read my slots: they are cleared when every owner has.
             self.group.fence("reduce read", self._all_rows)
             for _, buffer in pairs.values():
                 buffer[self.rank][mine] = 0

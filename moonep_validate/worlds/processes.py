@@ -37,7 +37,8 @@ START_SECONDS = 180.0
 RESET_SECONDS = 15.0
 #: A case may take this many deadlines in all, whatever signs of life its ranks give.
 MOST_DEADLINES = 40
-#: A pool is replaced after so many cases, or once a worker has grown by so many bytes since its tenth case.
+#: What a subject leaks adds up in workers that serve all cases, and a late case would be blamed for it. So
+#: a pool is replaced after so many cases, or once a worker has grown by so many bytes since its tenth case.
 OLD_CASES, OLD_BYTES = 2000, 2**30
 #: Seconds for a process that a rank started to end by itself after the case.
 LEAVE_SECONDS = 1.0
@@ -178,6 +179,8 @@ class Pool:
         Returns:
             One reply per rank; the pool is closed if any of them has no data.
         """
+        # Mapping memory and compiling kernels may take longer than any call after it. A deadline that allowed for
+        # it in every case would make each hang cost as much.
         limit = deadline if first is None or key in self._keys else first
         self._keys.add(key)
         self.cases, self.autopsy = self.cases + 1, {}
@@ -232,6 +235,8 @@ class Pool:
             now, latest = time.monotonic(), self._progress.counts()
             if any(came) or latest != counts:
                 sign, counts = now, latest
+            # Two ends. Once a rank has failed, the others, which may wait for it, get ``patience``. While none has
+            # failed, silence of all ends the case, or more time than any may take: an endless loop gives signs.
             if any(reply.bad for reply in replies) and (end is None or any(came)):
                 end = now + patience
             if end is not None and now >= end:
@@ -296,6 +301,7 @@ class Pool:
 
     def _clean_up(self, replies: Sequence[Reply], reset: bytes | None) -> None:
         """Close a pool that lost a rank; one in which ranks raised is kept if ``reset`` works on all of them."""
+        # Peers of a lost rank are inside collectives of the same group: nothing they say from now on is in step.
         if any(reply.data is None or reply.left for reply in replies):
             for worker, reply in zip(self.workers, replies, strict=True):
                 reply.last_words = worker.output.text()

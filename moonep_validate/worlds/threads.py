@@ -39,6 +39,8 @@ class _Rank:
 
     def __init__(self, baton: _Baton, rank: int, size: int) -> None:
         self.baton, self.rank, self.size = baton, rank, size
+        # A lock of its own: handing on wakes the rank whose turn it is and no other, so that the scheduler of the
+        # system has no say in the order.
         self.turn = threading.Lock()  # held while it is another rank's turn
         self.turn.acquire()
         self.waits_in: str | None = None
@@ -186,6 +188,7 @@ def run(function: Callable[[Comm], None], size: int, deadline: float) -> list[Ou
     baton.ranks[0].turn.release()
     seen, since = -1, time.monotonic()
     while not baton.over.wait(timeout=deadline / 20):
+        # Handovers are the sign of life: a long case of short turns is alive, one long turn is not.
         if baton.handovers != seen:
             seen, since = baton.handovers, time.monotonic()
         elif time.monotonic() - since > deadline:
@@ -232,6 +235,8 @@ def _abandon(baton: _Baton, workers: Sequence[_Worker]) -> None:
     assert thread.ident is not None
     frame = sys._current_frames().get(thread.ident)
     stuck.outcome.stack = "".join(traceback.format_stack(frame)) if frame else "(no Python frame)"
+    # Python code ends at its next bytecode. Native code that never returns keeps its thread: a daemon, which no
+    # later case gets.
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Abandoned))
     for rank in baton.ranks:
         if rank is not stuck and not rank.ended:

@@ -203,6 +203,9 @@ def test_faulty_variant_is_caught_at_its_stage(fault: str, generation: str) -> N
     """Over a hundred faulty Buffers: each fault in both generations, found by its check at its own stage."""
     if ONLY.get(fault, generation) != generation:
         pytest.skip(f"generation {generation} does not call what {fault} changes")
+    assert fault in KILLED_BY, (
+        f"{fault}: add to KILLED_BY which check must find it first, and a case on which it does"
+    )
     status, check, sizes = KILLED_BY[fault]
     _, verdict = run_case(job_with(fault), Case.parse(f"gen{generation}+{sizes}"))
     first = verdict.first

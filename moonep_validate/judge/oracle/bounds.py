@@ -13,8 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+#: An element may be so many standard deviations off: for a normal error, one element in 500 million.
 SIGMAS = 6.0
+#: Elements of a row that share an FP8 scale, in DeepGEMM and in block-quantised checkpoints.
 _BLOCK = 128
+#: Significant bits, the hidden one among them.
 BF16_BITS = 8
 FLOAT32_BITS = 24
 E4M3_BITS = 4
@@ -33,6 +36,7 @@ def rounding_variance(value: Tensor, bits: int = BF16_BITS) -> Tensor:
     """
     mask, kind = _EXPONENT[value.dtype]
     power = (value.view(kind) & mask).view(value.dtype)  # the power of two at or below it: ulp * 2**(bits - 1)
+    # ulp = power * 2**(1 - bits), and an error spread evenly over one ulp has the variance ulp**2 / 12.
     return torch.where(value.isfinite(), power, 0.0) ** 2 * (2.0 ** (2 - 2 * bits) / 12)
 
 
@@ -87,6 +91,7 @@ def combine_bound(terms: Tensor, rank_of: Tensor) -> Tensor:
     unit = 2.0**-BF16_BITS
     top_k = terms.shape[2]
     same = (rank_of[..., :, None] == rank_of[..., None, :]).double()
+    # Each rank's sum is counted once, at the first of the token's rows there.
     first = ~(same.tril(-1) > 0).any(dim=-1)
     partial = torch.einsum("rskj,rsjh->rskh", same, terms.nan_to_num()).abs() * first[..., None]
     magnitude = terms.abs().nan_to_num().sum(dim=2)

@@ -75,6 +75,7 @@ class Buffer(Transport):
 
         def work() -> tuple[()]:
             with self.leases.writing("slots", [self.rank]):
+                # Each rank pulls into its own slots, and nobody changes the experts' rows: no fence is needed.
                 for tensor in tensors:
                     tensor[self.layout.E :][slots] = tensor[experts]
             return ()

@@ -78,6 +78,7 @@ class Buffer(Transport):
 
         def work() -> tuple[()]:
             self._push(plan, pairs)
+            # Owners write into the slots of their peers: a rank may compute when every owner has.
             self.group.fence("prefetch exit", self._all_rows)
             return ()
 
