@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -123,6 +126,23 @@ def test_links_between_documents_lead_somewhere() -> None:
                 re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in re.findall(r"^#+ (.*)", text, re.M)
             ]
             assert not heading or name or heading in titles, f"{path.name} links to {target}, which is no heading"
+
+
+def test_the_experts_of_the_recipe_pass(tmp_path: Path) -> None:
+    """The recipe is followed: its file is written, and its command is run in that folder."""
+    text = (DOCS / "recipes.md").read_text().partition("## Experts")[2]
+    file, command = re.findall(r"```(?:python|console)\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "my_kernels.py").write_text(file)
+    arguments = shlex.split(command)[2:]
+    done = subprocess.run(
+        [sys.executable, "-m", "moonep_validate", *arguments, "--shrink-seconds", "0"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_readme_names_the_tox_environments() -> None:

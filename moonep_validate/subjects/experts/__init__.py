@@ -1,8 +1,9 @@
 """Who computes the expert rows? Parts for the seam ``experts``, by name, each tried before it is used.
 
 ``NAME`` or ``NAME:DEVICE`` of ``KNOWN``, or ``MODULE:FUNCTION`` of your own: a function as ``Compute`` says,
-without the activation if it is fused. It may say about itself, as attributes of the function: ``rounds`` (of
-``oracle.arithmetic.ROUNDS``), ``activations``, ``formats`` and ``device``.
+without the activation, which is fused. It may say about itself, as attributes: ``takes_activation`` (it gets
+the activation as fifth argument), ``rounds`` (of ``oracle.arithmetic.ROUNDS``), ``activations``, ``formats`` and
+``device``.
 """
 
 from __future__ import annotations
