@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
@@ -85,6 +86,7 @@ class _Head:
     kind: str
     format: int
     who: Who
+    recording: str = ""
 
 
 @dataclass(frozen=True)
@@ -232,11 +234,14 @@ class Answers:
         who: who answered.
         runs: run -> prompt -> answer, in the order in which they were asked.
         name: what errors and reports call this side.
+        recording: drawn when a side is asked, and kept by every copy of its file: two sides with the same one are
+            one recording. Empty in a file that does not say.
     """
 
     who: Who
     runs: dict[str, dict[str, Answer]] = field(default_factory=dict)
     name: str = ""
+    recording: str = field(default_factory=lambda: uuid4().hex)
 
     def add(self, answer: Answer) -> None:
         """Take an answer.
@@ -274,14 +279,14 @@ def write(answers: Answers, path: Path) -> None:
 
 def lines(answers: Answers) -> Iterator[str]:
     """The lines of a file of answers."""
-    yield head_line(answers.who)
+    yield head_line(answers.who, answers.recording)
     for run in answers.runs.values():
         yield from map(line_of, run.values())
 
 
-def head_line(who: Who) -> str:
+def head_line(who: Who, recording: str) -> str:
     """The first line of a file of answers."""
-    return json.dumps(asdict(_Head(KIND, FORMAT, who))) + "\n"
+    return json.dumps(asdict(_Head(KIND, FORMAT, who, recording))) + "\n"
 
 
 def line_of(one: Answer) -> str:
@@ -329,7 +334,8 @@ def read(path: Path) -> Answers:
                     raise SchemaError(f"is longer than {MAX_LINE} bytes")
                 content = parsed(data.decode("utf-8"))
                 if answers is None:
-                    answers = Answers(_head(content).who, name=str(path))
+                    head = _head(content)
+                    answers = Answers(head.who, name=str(path), recording=head.recording)
                 else:
                     line = _line(content)
                     answers.add(_answer(line, f"prompt {line.prompt[:40]}"))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import numpy as np
 
 from moonep_validate.judge.verdict import EXIT_CODES, Finding, worst
 from moonep_validate.served.answers import GREEDY, Answer, Answers
@@ -135,7 +137,7 @@ def judge_pair(
     prompts = tuple(_prompt(one, drifts.get(name), noise) for name, one in base.run(GREEDY).items())
     results = (
         _answered(base, candidate),
-        _apart(base, candidate),
+        _apart(base, candidate, *healthy, *([reference] if reference else [])),
         _path(base, candidate),
         _tokens(prompts, noise, exact),
         _drift(drifts, noise, tested),
@@ -163,62 +165,51 @@ def _tie(split: Split, noise: Noise) -> bool:
 
 
 def _answered(base: Answers, candidate: Answers) -> PairResult:
-    mine, other, findings = base.run(GREEDY), candidate.run(GREEDY), []
-    for side, answers in (("base", mine), ("candidate", other)):
-        findings += [
-            Finding(f"answer of the {side} to prompt {name}", {}, "an answer", one.error)
-            for name, one in answers.items()
-            if one.error
-        ]
-        findings += [
-            Finding(
-                f"log probabilities of the {side} for prompt {name}",
-                {},
-                "finite numbers",
-                "NaN or infinite",
-                one.bad,
-            )
-            for name, one in answers.items()
-            if one.bad
-        ]
-        findings += [
-            Finding(f"log probabilities of the {side} for prompt {name}", {}, "one for each token", "none")
-            for name, one in answers.items()
-            if not one.error and len(one.tokens) and (one.logprobs != one.logprobs).all()
-        ]
-    findings += [
-        Finding(f"prompt {name}", {}, "an answer of both sides", "none of the candidate")
-        for name in mine
-        if name not in other
-    ]
-    findings += [
-        Finding(f"prompt {name}", {}, "an answer of both sides", "none of the base")
-        for name in other
-        if name not in mine
-    ]
-    if base.who.vocab and candidate.who.vocab and base.who.vocab != candidate.who.vocab:
-        sizes = f"{base.who.vocab} token ids", f"{candidate.who.vocab}"
-        findings.append(Finding("vocabulary of the candidate", {}, *sizes))
+    mine, other = base.run(GREEDY), candidate.run(GREEDY)
     shared = [(mine[name], other[name]) for name in mine if name in other]
-    findings += [
-        Finding(f"prompt {a.prompt}", {}, f"the same {len(a.asked)} token ids", f"other ones ({len(b.asked)})")
-        for a, b in shared
-        if not _equal(a, b)
-    ]
-    findings += [
-        Finding(
-            f"length of the answer to prompt {a.prompt}",
-            {},
-            f"{len(a.tokens)} tokens ({a.finish})",
-            f"{len(b.tokens)} ({b.finish})",
-        )
-        for a, b in shared
-        if not (a.error or b.error) and len(a.tokens) != len(b.tokens) and _prefix(a, b)
+    findings = [
+        *_unusable("base", mine),
+        *_unusable("candidate", other),
+        *(_unanswered(name, "candidate") for name in mine if name not in other),
+        *(_unanswered(name, "base") for name in other if name not in mine),
+        *_other_vocabulary(base, candidate),
+        *(finding for a, b in shared for finding in _unlike(a, b)),
     ]
     status = "failed" if findings else "passed" if shared else "vacuous"
-    return PairResult(
-        "answered", status, len(shared), tuple(findings), "" if shared else "no prompt has an answer of both sides"
-    )
+    reason = "" if shared else "no prompt has an answer of both sides"
+    return PairResult("answered", status, len(shared), tuple(findings), reason)
+
+
+def _unusable(side: str, answers: Mapping[str, Answer]) -> Iterator[Finding]:
+    """What is no answer, or has no numbers."""
+    for name, one in answers.items():
+        numbers = f"log probabilities of the {side} for prompt {name}"
+        if one.error:
+            yield Finding(f"answer of the {side} to prompt {name}", {}, "an answer", one.error)
+        if one.bad:
+            yield Finding(numbers, {}, "finite numbers", "NaN or infinite", one.bad)
+        if not one.error and len(one.tokens) and np.isnan(one.logprobs).all():
+            yield Finding(numbers, {}, "one for each token", "none")
+
+
+def _unanswered(name: str, side: str) -> Finding:
+    return Finding(f"prompt {name}", {}, "an answer of both sides", f"none of the {side}")
+
+
+def _other_vocabulary(base: Answers, candidate: Answers) -> Iterator[Finding]:
+    sizes = base.who.vocab, candidate.who.vocab
+    if all(sizes) and sizes[0] != sizes[1]:
+        yield Finding("vocabulary of the candidate", {}, f"{sizes[0]} token ids", str(sizes[1]))
+
+
+def _unlike(a: Answer, b: Answer) -> Iterator[Finding]:
+    """Two answers to one prompt that were not asked the same, or of which one ends early."""
+    if not _equal(a, b):
+        due, came = f"the same {len(a.asked)} token ids", f"other ones ({len(b.asked)})"
+        yield Finding(f"prompt {a.prompt}", {}, due, came)
+    if not (a.error or b.error) and len(a.tokens) != len(b.tokens) and _prefix(a, b):
+        due, came = (f"{len(one.tokens)} tokens ({one.finish})" for one in (a, b))
+        yield Finding(f"length of the answer to prompt {a.prompt}", {}, due, came)
 
 
 def _equal(a: Answer, b: Answer) -> bool:
@@ -230,14 +221,19 @@ def _prefix(a: Answer, b: Answer) -> bool:
     return bool((a.tokens[:shared] == b.tokens[:shared]).all())
 
 
-def _apart(base: Answers, candidate: Answers) -> PairResult:
-    """Two files with the very same numbers and the same author are one recording, which agrees with itself."""
-    shared = [
-        (a, candidate.run(GREEDY)[name]) for name, a in base.run(GREEDY).items() if name in candidate.run(GREEDY)
+def _apart(base: Answers, candidate: Answers, *others: Answers) -> PairResult:
+    """No side is a copy of another: a copy agrees with itself, and as a measure of noise it excuses any drift."""
+    sides = (base, candidate, *others)
+    copies = [
+        f"{other.name or other.who} and {one.name or one.who} are one recording"
+        for place, one in enumerate(sides)
+        for other in sides[:place]
+        if one is other or (one.recording and one.recording == other.recording)
     ]
-    copies = base.who == candidate.who and bool(shared) and base.name == candidate.name
-    reason = f"{base.name} is compared with itself" if copies else ""
-    return PairResult("apart", "vacuous" if copies else "passed", len(shared), (), reason)
+    shared = len(base.run(GREEDY).keys() & candidate.run(GREEDY).keys())
+    if not copies and base.who == candidate.who and shared and base.name == candidate.name:
+        copies = [f"{base.name} is compared with itself"]
+    return PairResult("apart", "vacuous" if copies else "passed", shared, (), "; ".join(copies))
 
 
 def _path(base: Answers, candidate: Answers) -> PairResult:

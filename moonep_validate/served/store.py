@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import IO
+from uuid import uuid4
 
 from moonep_validate.errors import CaseError
 from moonep_validate.served.answers import Answer, Answers, Who, head_line, line_of, read
@@ -32,7 +33,7 @@ class Store:
             self._file = path.open("w", encoding="utf-8")
         except OSError as error:
             raise CaseError(f"{path} cannot be written: {error.strerror}") from None
-        self._file.write(head_line(who))
+        self._file.write(head_line(who, self.known.recording if self.known else uuid4().hex))
         for run in (self.known.runs if self.known else {}).values():
             for answer in run.values():
                 self.keep(answer)

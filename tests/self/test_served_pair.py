@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moonep_validate.served.answers import Answers, PathTaken, Who, write
+from moonep_validate.served.answers import Answers, PathTaken, Who, read, write
 from moonep_validate.served.pair import PairVerdict, judge_pair
 from tests.self.served_data import BASE, EXACT, answer, noisy, side
 
@@ -71,6 +71,23 @@ def test_a_file_against_itself_is_vacuous() -> None:
     base = noisy(BASE, "same", 4, 0.0, 1)
     verdict = judge_pair(base, base)
     assert (status(verdict, "apart"), verdict.exit_code) == ("vacuous", 10)
+
+
+def test_a_copy_of_a_file_is_no_second_side(tmp_path: Path) -> None:
+    """Under another name too, and as a measure of noise, which would excuse any drift of the side that it copies."""
+    base, wrong = noisy(BASE, "base", 32, 0.01, 1), noisy(BASE, "wrong", 32, 0.5, 2)
+    for answers, name in ((base, "base"), (base, "copy of base"), (wrong, "wrong"), (wrong, "copy of wrong")):
+        write(answers, tmp_path / name)
+    base, same, wrong, excuse = (read(tmp_path / n) for n in ("base", "copy of base", "wrong", "copy of wrong"))
+    verdicts = {
+        "copy of base": judge_pair(base, same),
+        "healthy": judge_pair(base, wrong, healthy=[excuse]),
+        "reference": judge_pair(base, wrong, reference=excuse),
+    }
+    for name, verdict in verdicts.items():
+        assert status(verdict, "apart") == "vacuous", name
+        assert verdict.exit_code in (1, 10), name
+        assert "are one recording" in next(one.reason for one in verdict.results if one.check == "apart")
 
 
 MOONEP = replace(BASE, backend="moonep")
