@@ -208,8 +208,11 @@ def test_a_changed_copy_in_the_current_folder_is_not_run(tmp_path: Path) -> None
         "import os, subprocess\nfrom moonep_validate.worlds import launch\n"
         f"os.chdir({str(tmp_path)!r})\nsubprocess.run(launch.command('my_tool'), check=True, timeout=100)\n"
     )
+    # `-c` imports from the current folder first, and this one may hold a checkout beside the installed package.
+    started = tmp_path / "started"
+    started.mkdir()
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=started)
     assert done.stdout.strip() == str(launch.folder()), done
 
 
