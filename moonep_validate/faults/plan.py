@@ -11,7 +11,9 @@ from moonep_validate.faults import Next, fault
 
 
 def _with_plan(result: tuple[Any, ...], **fields: Any) -> tuple[Any, ...]:
-    return (*result[:3], replace(result[3], **fields), *result[4:])
+    """The results with other fields in the plan, where it was made; a replay keeps the plan that it was given."""
+    made = result[2] is not None  # to return another object would be a fault of dispatch, A2
+    return (*result[:3], replace(result[3], **fields), *result[4:]) if made else result
 
 
 @fault("routes-swap-experts", on="buffer.dispatch", stage="plan", bugs="B20 B22 K06")

@@ -71,7 +71,7 @@ class Step:
         """One rank's call of this step; ``load`` is the one of the layer that the step used."""
         call = self._load(rank) if op == "load" else self._calls[rank].get(op)
         if call is None:
-            kind = Missing if op in self.ops() else Absent
+            kind = Missing if self._anybody_called(op) else Absent
             raise kind(f"rank {rank} made no {op} call in step {self.name!r}")
         return call
 
@@ -79,8 +79,15 @@ class Step:
         """Whether a rank made a call in this step."""
         return op in self._calls[rank]
 
+    def _anybody_called(self, op: str) -> bool:
+        """Whether a rank made such a call in this step; a load is a step of its own."""
+        if op == "load":
+            return any(call.op == op for calls in self.trace.calls for call in calls)
+        return op in self.ops()
+
     def _load(self, rank: int) -> Call | None:
-        layer = self.call("layer", rank).info.get("layer", 0)
+        """The load of the step's layer; of layer 0, which scripts load, where the step is no pass of a layer."""
+        layer = self.call("layer", rank).info.get("layer", 0) if "layer" in self.ops() else 0
         loads = [call for call in self.trace.calls[rank] if call.op == "load" and call.info.get("layer") == layer]
         return loads[0] if loads else None
 

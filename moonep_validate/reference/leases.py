@@ -3,7 +3,7 @@
 A lease is memory of one rank that others write or read: the rows of dispatch, their sums in combine, the slots of
 prefetch. Each writer stamps the lease with the number of its write before the first and after the last element, in
 memory that all ranks map; each reader notes all stamps before and after it reads. The notes are the history that
-checks H1 to H3 judge: a stamp that is too old, too new, or half written proves a missing wait, whatever the data
+checks H1 to H4 judge: a stamp that is too old, too new, or half written proves a missing wait, whatever the data
 was.
 """
 

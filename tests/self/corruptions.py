@@ -378,6 +378,7 @@ CORRUPTIONS = [
     Corruption("I2", "prepare", "dispatched expert id at rank 1, token 2, k 1", another_expert_is_asked_for),
     Corruption("I2", "prepare", "expert id, in 0..11 at rank 1, token 0, k 0: expected legal, got 12", illegal_id),
     Corruption("H1", "dispatch", "lease at rank 1, lease rows of rank 1, writer 0", stamp("dispatch", "after")),
+    Corruption("H4", "prefetch", "lease at rank 1, lease slots of rank 1, writer 0", stamp("prefetch", "after")),
     Corruption("H2", "experts", "lease at rank 1, lease slots of rank 1, writer 0", stamp("experts", "before")),
     Corruption(
         "H3",

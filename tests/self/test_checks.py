@@ -105,6 +105,15 @@ def test_a_missing_tap_is_unknown_with_its_reason(recorded: Callable[..., Trace]
     assert verdict.first.check == "O6", "a form that failed says more than values that are unknown"
 
 
+def test_a_missing_load_is_unknown_with_its_reason(recorded: Callable[..., Trace]) -> None:
+    trace = recorded()
+    trace.calls[2] = [one for one in trace.calls[2] if one.op != "load"]
+    judged = judge(trace)
+    for check in ("I8", "M1"):
+        told = {(one.status, one.reason) for one in results(judged, check)}
+        assert told == {("unknown", "rank 2 made no load call in step 'base'")}
+
+
 def test_an_unknown_answer_says_its_reason_in_the_diagnosis(recorded: Callable[..., Trace]) -> None:
     trace = recorded()
     del call(trace, "dispatch", 1).info["is_view"]

@@ -127,7 +127,7 @@ KILLED_BY = {
     "zero-weight-counts": ("failed", "P1", LINEAR),
     "sign-lost": ("failed", "P1", PLAIN),
     "no-dispatch-exit-fence": ("failed", "H1", PLAIN),
-    "no-prefetch-exit-fence": ("failed", "W1", PLAIN),
+    "no-prefetch-exit-fence": ("failed", "H4", PLAIN),
     "no-combine-prologue-fence": ("failed", "H3", PLAIN),
     "slots-reused-early": ("failed", "H2", IN_FLIGHT + "0"),
     "view-used-after-dispatch": ("failed", "H2", IN_FLIGHT + "1"),
@@ -225,6 +225,22 @@ def test_a_fault_of_all_ranks_is_caught_at_its_stage(fault: str) -> None:
     first = verdict.first
     assert first is not None, f"{fault} survives"
     assert (verdict.status, first.stage, first.check) == (status, FAULTS[id].stage, check), verdict.diagnosis
+
+
+@pytest.mark.parametrize(
+    "fault", ["gate-up-interleaved", "scale-rows-shuffled", "scales-transposed", "expert-not-loaded"]
+)
+def test_a_fault_of_a_load_is_caught_there_where_nothing_is_prefetched(fault: str) -> None:
+    alone = Case.parse("genB+R1+E4+K2+S9+pad8+fill:scales+mxfp4+grouped")
+    first = run_case(job_with(f"loaded-{fault}:rank=all"), alone)[1].first
+    assert first is not None
+    assert (first.stage, first.check) == ("load", "I8")
+
+
+def test_a_fault_of_a_plan_is_none_of_its_replays() -> None:
+    """With K = 2 no token has two duplicates on a rank, so their order cannot be wrong, in a replay neither."""
+    replayed = Case.parse("genB+R2+E8+K2+S9+H24+I8+hot:1+fill:real+replayed_plan")
+    assert run_case(job_with("dedup-list-reversed:rank=all"), replayed)[1].status == "not_exercised"
 
 
 def test_where_a_fault_acts_is_told_in_one_place() -> None:

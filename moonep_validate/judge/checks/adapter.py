@@ -7,6 +7,7 @@ from statistics import mode
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from moonep_validate.judge.checks import Compared, axes, differ, differ_bits
 from moonep_validate.judge.facts import Absent, Missing, Step, tally
@@ -24,17 +25,24 @@ def loaded_bytes(s: Step) -> Iterator[Compared]:
     for name in s.stored_names("load", "local_"):
         want = s.tap("load", f"local_{name}").flatten(0, 1)
         for rank in range(s.case.R):
-            first = rank * s.case.experts_per_rank
-            own = slice(first, first + s.case.experts_per_rank)
-            held = s.one("prefetch", rank, f"local_{name}")
-            due = want[own]
-            moved = f"full_{name}" in s.call("prefetch", rank).info.get("changed", [])
-            # Own rows are as they were before prefetch; what it changed of others is U2's.
-            if s.layout.num_home_groups == s.case.E and not moved:
-                got = s.one("experts", rank, f"weight_{name}")[: s.case.E].clone()
-                got[own], first, held, due = held, 0, got, want
+            first, held = _held(s, rank, name)
             place = lambda i: {"rank": rank, "expert": first + i[0], "weight_row": i[1], "weight_column": i[2]}  # noqa: B023, E731
-            yield differ_bits(f"{name} weight", due, held, place)
+            yield differ_bits(f"{name} weight", want[first : first + len(held)], held, place)
+
+
+def _held(s: Step, rank: int, name: str) -> tuple[int, Tensor]:
+    """The first expert of which a rank held the weights after its load, and these weights, in order."""
+    count, everybody = s.case.experts_per_rank, s.layout.num_home_groups == s.case.E
+    first = 0 if everybody else rank * count
+    if "prefetch" not in s.ops():  # groups that are computed alone
+        return first, s.one("experts", rank, f"weight_{name}")[: s.layout.num_home_groups]
+    # Own rows are as they were before prefetch; what it changed of others is U2's.
+    own = s.one("prefetch", rank, f"local_{name}")
+    if not everybody or f"full_{name}" in s.call("prefetch", rank).info.get("changed", []):
+        return rank * count, own
+    held = s.one("experts", rank, f"weight_{name}")[: s.case.E].clone()
+    held[rank * count : (rank + 1) * count] = own
+    return first, held
 
 
 @check("I1", "prepare", needs="digest", about_callers=True)

@@ -23,6 +23,12 @@ def rows_read_in_time(s: Step) -> Iterator[Compared]:
     yield from _reads(s, "dispatch")
 
 
+@check("H4", "prefetch")
+def slots_filled_in_time(s: Step) -> Iterator[Compared]:
+    """When prefetch returns, its writes to the slots have ended, and no later ones have begun"""
+    yield from _reads(s, "prefetch")
+
+
 @check("H2", "experts")
 def slots_read_in_time(s: Step) -> Iterator[Compared]:
     """The experts read the rows and slots of their own step"""

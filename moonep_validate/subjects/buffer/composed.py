@@ -248,11 +248,13 @@ class ComposedSession:
             event = self._call["prefetch_weight"](given, **weights.prefetch_arguments(), **flags)
             if async_finish:
                 self._wait(event)
-            call.put(**{f"slot_{name}": weights.slots(name) for name in weights.names}, **guards)
+            if leases := getattr(self.buffer, "leases", None):
+                self._slots_of[step] = leases.turns["slots"]
+            with self._leased(step):  # the recorder is the first who reads what prefetch says is there
+                call.put(**{f"slot_{name}": weights.slots(name) for name in weights.names}, **guards)
             call.unchanged(**{f"local_{name}": weights.local(name) for name in weights.names})
             call.unchanged(**read, **plan_inputs(given))
-        if leases := getattr(self.buffer, "leases", None):
-            self._slots_of[step] = leases.turns["slots"]
+            self._note_leases(call)
 
     def experts(self, step: str, sent: Dispatched, in_place: bool = False) -> Tensor:
         """Compute all groups; undefined rows of the result are poisoned.
@@ -263,7 +265,7 @@ class ComposedSession:
             in_place: write the result over the rows, as zero-copy combine needs it.
         """
         with self.rig.recorder.call(step, "experts") as call:
-            with self._leased(step, sent, slots=True):
+            with self._leased(step, sent.turn):
                 out: Tensor = self._compute(call, sent)
             self._note_leases(call)
         if out.shape == sent.rows.shape:  # else the check of its form says so
@@ -325,13 +327,13 @@ class ComposedSession:
             self.weights.slots(name).copy_(torch.stack(own))
 
     @contextmanager
-    def _leased(self, step: str, sent: Dispatched, slots: bool = False) -> Iterator[None]:
-        """Note which turn of a view of rows, and of slots, is read, where the Buffer stamps its leases."""
+    def _leased(self, step: str | None, rows: int | None = None) -> Iterator[None]:
+        """Note that slots of a step, and a turn of a view of rows, are read, where the Buffer stamps its leases."""
         leases = getattr(self.buffer, "leases", None)
         with ExitStack() as reads:
-            if leases and sent.turn is not None:
-                reads.enter_context(leases.reading("rows", self.rank, sent.turn))
-            if leases and slots and step in self._slots_of:
+            if leases and rows is not None:
+                reads.enter_context(leases.reading("rows", self.rank, rows))
+            if leases and step in self._slots_of:
                 only = self.rank if self.case.generation == "A" else None
                 reads.enter_context(leases.reading("slots", self.rank, self._slots_of[step], only))
             yield
@@ -355,7 +357,7 @@ class ComposedSession:
         with self.rig.recorder.call(step, "combine", repeat=repeat, **flags) as call:
             call.put(rows=rows, row_weights=sent.row_weights)
             call.hold(**plan_inputs(sent.plan))
-            with self._leased(step, sent):
+            with self._leased(None, sent.turn):
                 out = self._call["combine"](sent.plan, rows, sent.row_weights, **flags)
             if flags.get("async_finish"):
                 self._wait(out[2])
