@@ -328,7 +328,7 @@ class ComposedSession:
 
     @contextmanager
     def _leased(self, step: str | None, rows: int | None = None) -> Iterator[None]:
-        """Note that slots of a step, and a turn of a view of rows, are read, where the Buffer stamps its leases."""
+        """Note that slots of a step, or a turn of a view of rows, are read, where a Buffer stamps its leases."""
         leases = getattr(self.buffer, "leases", None)
         with ExitStack() as reads:
             if leases and rows is not None:
