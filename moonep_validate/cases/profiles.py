@@ -106,6 +106,28 @@ genB+R4+E16+K4+S9+zipf:2.0+fill:real+k3+two_poisons+@padding
 genB+R4+E16+K4+S9+hot:6+fill:real+k3+marked_slots+@slot_used
 genB+R4+E16+K4+S9+hot:5+fill:real+k3+layers+@slot_used
 genB+R8+E896+K16+S2+H32+I32+pad128+zipf:1.0+fill:real+k3+@slot_used
+genB+R2+E2+K8+S8200+pad4+hot_rank:0+dispatch_only
+genB+R2+E2+K8+S8200+H8+I8+pad4+hot_rank:0+@slot_used+@wide_rows
+genB+R2+E2+K16+S4104+H8+I8+pad4+hot_rank:1+fill:real+@slot_used+@wide_rows
+genB+R2+E2+K8+S4100+H8+I8+pad4+hot_rank:0+fill:ulp+@slot_used
+genB+R2+E384+K9+S31+H40+I24+hot_rank:1+@slot_used+@wide_ids
+genB+R2+E896+K7+S17+H24+I8+hot_rank:0+@slot_used+@wide_ids
+genB+R2+E64+K9+S65+pad128+zipf:1.0+dispatch_only
+genB+R2+E256+K7+S127+zipf:1.0+dispatch_only
+genB+R2+E384+K1+S128+dispatch_only+@wide_ids
+genB+R2+E64+K1+S129+H40+I24+@slot_used
+genB+R2+E128+K16+S64+H72+I40+zipf:1.0+fill:real
+genB+R4+E128+K6+S63+H24+I8+lognormal:1.0+@slot_used
+genB+R1+E896+K6+S65+H24+I8+lognormal:1.0+@wide_ids
+genB+R2+E256+K8+S33+H136+I24+fill:real
+genB+R2+E64+K9+S17+H32+I32+fill:real+k3
+genB+R4+E256+K1+S9+H40+I24+fill:real+k3
+genB+R2+E384+K7+S9+H32+I32+fill:real+k3+@wide_ids
+"""
+
+# Elements, bytes and rows around 2**31: a minute each, and gigabytes; integers and digests are enough for them.
+_SIZES = """
+genB+R1+E32+K32+S10925+H6144+dispatch_only
 """
 
 # For the MoE layers of engines; vLLM fixes a padding of 128 and 4 slots, and both want two ranks at least.
@@ -147,6 +169,12 @@ genA+R2+E8+K2+S16+pad128+configurations
 genA+R2+E8+K2+S16+pad128+hot:5+metamorphic+@slot_used
 genA+R2+E8+K2+S16+pad128+fill:real+hot:5+independent+@slot_used
 genA+R2+E8+K2+S16+pad128+hot:5+linear+@slot_used
+genA+R2+E256+K4+S16+slots4+pad128
+genA+R2+E384+K9+S16+slots4+pad128+hot_rank:1+@full_plan+@wide_ids
+genA+R2+E512+K1+S33+slots4+pad128+@wide_ids
+genA+R2+E8+K8+S4096+pad128
+genA+R2+E8+K8+S8200+pad128+@wide_rows
+genA+R2+E8+K8+S8200+pad128+hot_rank:1+@slot_used+@wide_rows
 """
 
 _SMOKE = """
@@ -213,4 +241,10 @@ def _in(case: Case, generation: str) -> Case | None:
         return None
 
 
-PROFILES = {"default": _DEFAULT, "engine": _ENGINE, "smoke": _SMOKE, "multigpu": _multigpu()}
+PROFILES = {
+    "default": _DEFAULT,
+    "engine": _ENGINE,
+    "smoke": _SMOKE,
+    "multigpu": _multigpu(),
+    "sizes": _SIZES,
+}

@@ -71,6 +71,8 @@ _WITNESSES = {
         "witness", "@rounding_visible", "leaving out the rounding per rank gives another combine"
     ),
     "slots_everywhere": Word("witness", "@slots_everywhere", "each rank uses a slot in some step"),
+    "wide_ids": Word("witness", "@wide_ids", "a token goes to an expert whose id does not fit 8 bits"),
+    "wide_rows": Word("witness", "@wide_rows", "a token has a row whose number does not fit 16 bits"),
     "donor_receiver": Word("witness", "@donor_receiver", "a rank gives rows away and receives others"),
 }
 

@@ -34,6 +34,7 @@ _MODULES = (
     "engine_layer",
     "k3",
     "relations",
+    "widths",
     "form",
     "inputs",
 )

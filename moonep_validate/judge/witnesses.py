@@ -143,6 +143,8 @@ WITNESSES: dict[str, Callable[[Step], int]] = {
     "odd_bits": _odd_bits,
     "order_visible": lambda s: _visible(s, reverse=True),
     "rounding_visible": lambda s: _visible(s, rounding=False),
+    "wide_ids": lambda s: int((s.topk >= 2**8).sum()),
+    "wide_rows": lambda s: int((s.row_of >= 2**16).sum()),
     "donor_receiver": _donor_receivers,
     "slots_everywhere": lambda s: 0,  # counted over all steps, see count_witnesses
 }

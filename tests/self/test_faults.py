@@ -32,6 +32,9 @@ LINEAR = "R4+E12+K3+S7+H24+I20+pad5+hot:1+linear"
 MXFP4 = "R4+E12+K3+S7+H32+I64+pad5+hot:1+mxfp4"
 MXFP4_REAL = "R4+E12+K3+S7+H64+I96+pad5+hot:1+fill:real+mxfp4"
 IN_FLIGHT = "R3+E6+K4+S7+H24+I8+in_flight:"
+WIDE_IDS = "R2+E384+K9+S31+H40+I24+hot_rank:1"
+WIDE_SLOTS = "R2+E896+K7+S17+H24+I8+hot_rank:0"
+WIDE_ROWS = "R2+E2+K8+S8200+H8+I8+pad4+hot_rank:1"
 K3 = "R4+E12+K3+S7+H24+I20+pad5+zipf:1.0+fill:real+k3"
 
 #: fault -> (status, check that finds it first, case on which it does)
@@ -175,6 +178,14 @@ KILLED_BY = {
     "shared-over-factor": ("failed", "S1", K3),
     "shared-of-other-tokens": ("failed", "S1", K3),
     "shared-with-silu": ("failed", "S1", K3),
+    "ids-narrowed": ("failed", "L4", WIDE_IDS),
+    "plan-rows-narrowed": ("failed", "L1", WIDE_ROWS),
+    "group-ends-narrowed": ("failed", "L1", WIDE_ROWS),
+    "payload-rows-narrowed": ("failed", "D1", WIDE_ROWS),
+    "prefetch-ids-narrowed": ("failed", "W1", WIDE_SLOTS),
+    "experts-rows-narrowed": ("failed", "P1", WIDE_ROWS),
+    "combine-rows-narrowed": ("failed", "C1", WIDE_ROWS),
+    "offset-narrowed": ("failed", "D1", WIDE_ROWS),
 }
 #: The others need an engine: test_engine_faults.py.
 OF_A_BUFFER = [id for id, one in FAULTS.items() if not one.for_engine and not one.needs_gpu]
@@ -186,8 +197,11 @@ ONLY = {
     "rotation-one-rank-too-far": "A",
 }
 #: Where a fault of all ranks is found otherwise than one of rank 1.
+ONLY = {"no-prefetch-exit-fence": "B", "rotation-without-scales": "A", "rotation-one-rank-too-far": "A"}
+#: Where a fault of all ranks, or of another width, is found otherwise than one of rank 1.
 ON_ALL = {
     "plan-storage-reused:rank=all": ("failed", "L4"),  # no rank has two routes for a row, but those of the old ids
+    "plan-rows-narrowed:width=uint16": ("failed", "L2"),  # the rows are there, and those of others
     "rank-skips-combine:rank=all": ("failed", "C1"),  # nobody waits for anybody
 }
 WIDER = [text for id in OF_A_BUFFER for text in FAULTS[id].texts[1:]]

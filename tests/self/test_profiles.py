@@ -38,6 +38,8 @@ WITHOUT = {
     "odd_bits": "genB+R2+E4+K2+S3+H8",
     "slots_everywhere": "genB+R2+E4+K2+S3+H8+hot:0",
     "order_visible": "genB+R2+E4+K2+S3+H8+fill:cancel+combine_only",
+    "wide_ids": "genB+R2+E4+K2+S3+H8",
+    "wide_rows": "genB+R2+E4+K2+S3+H8",
     "rounding_visible": "genB+R2+E4+K2+S3+H8+combine_only",
 }
 
