@@ -109,24 +109,31 @@ genB+R8+E896+K16+S2+H32+I32+pad128+zipf:1.0+fill:real+k3+@slot_used
 genB+R2+E2+K8+S8200+pad4+hot_rank:0+dispatch_only
 genB+R2+E2+K8+S8200+H8+I8+pad4+hot_rank:0+@slot_used+@wide_rows
 genB+R2+E2+K16+S4104+H8+I8+pad4+hot_rank:1+fill:real+@slot_used+@wide_rows
-genB+R2+E2+K8+S4100+H8+I8+pad4+hot_rank:0+fill:ulp+@slot_used
 genB+R2+E384+K9+S31+H40+I24+hot_rank:1+@slot_used+@wide_ids
 genB+R2+E896+K7+S17+H24+I8+hot_rank:0+@slot_used+@wide_ids
 genB+R2+E64+K9+S65+pad128+zipf:1.0+dispatch_only
 genB+R2+E256+K7+S127+zipf:1.0+dispatch_only
 genB+R2+E384+K1+S128+dispatch_only+@wide_ids
-genB+R2+E64+K1+S129+H40+I24+@slot_used
-genB+R2+E128+K16+S64+H72+I40+zipf:1.0+fill:real
-genB+R4+E128+K6+S63+H24+I8+lognormal:1.0+@slot_used
-genB+R1+E896+K6+S65+H24+I8+lognormal:1.0+@wide_ids
-genB+R2+E256+K8+S33+H136+I24+fill:real
-genB+R2+E64+K9+S17+H32+I32+fill:real+k3
-genB+R4+E256+K1+S9+H40+I24+fill:real+k3
+genB+R2+E64+K16+S255+pad128+dispatch_only
+genB+R4+E128+K7+S256+lognormal:1.0+dispatch_only
+genB+R2+E256+K6+S257+pad64+dispatch_only
+genB+R4+E256+K9+S63+zipf:1.0+dispatch_only
+genB+R2+E384+K8+S129+lognormal:1.0+dispatch_only+@wide_ids
+genB+R2+E896+K1+S65+pad128+dispatch_only+@wide_ids
+genB+R4+E896+K9+S64+zipf:1.0+dispatch_only+@wide_ids
+genB+R2+E64+K1+S129+@slot_used
+genB+R2+E128+K16+S64+zipf:1.0
+genB+R4+E128+K6+S63+lognormal:1.0+@slot_used
+genB+R1+E896+K6+S65+lognormal:1.0+dispatch_only+@wide_ids
+genB+R2+E256+K8+S33+H256
+genB+R2+E64+K9+S17+fill:real+k3
+genB+R4+E128+K1+S9+fill:real+k3
 genB+R2+E384+K7+S9+H32+I32+fill:real+k3+@wide_ids
 """
 
 # Elements, bytes and rows around 2**31: a minute each, and gigabytes; integers and digests are enough for them.
 _SIZES = """
+genB+R1+E32+K32+S5465+H6144+dispatch_only
 genB+R1+E32+K32+S10925+H6144+dispatch_only
 """
 

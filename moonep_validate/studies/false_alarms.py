@@ -30,6 +30,8 @@ _RANKS, _ENGINE_RANKS = (1, 2, 3, 4, 6, 8), (2,)
 #: Cases in a row with the same ranks: a world of processes starts anew for another number.
 _BLOCK = 25
 _TRIES = 10_000
+#: Experts a rank where there are many.
+_MANY = (16, 32, 64, 112)
 #: Elements of one projection of all experts: larger cases cost more time than they try.
 _MOST_WEIGHTS = 1_000_000
 _ALARMS = ("failed", "unknown", "hung", "error")
@@ -158,12 +160,13 @@ def _draw(job: Job, draw: Random, ranks: int) -> Case:
     bare, whole = not job.target.kind.layer_door, job.target.portable_only
     known = job.target.generations
     generation = draw.choice(known) if len(known) > 1 else known[0]
-    per_rank, top_k = draw.randint(1, 6), draw.choice((1, 2, 2, 3, 4, 6, 8))
+    per_rank = draw.randint(1, 6) if draw.random() < 0.8 else draw.choice(_MANY)
+    top_k = draw.choice((1, 2, 2, 3, 4, 6, 7, 8, 9, 16))
     tokens = draw.choice((1, 2, 7, 16, 16, 33))
     slots = draw.choice((None, draw.randint(1, per_rank), 4)) if generation == "A" else None
     counts = tuple(draw.randint(0, tokens) for _ in range(ranks)) if draw.random() < 0.3 else None
-    words = [name for name, word in VOCABULARY.items() if word.field == "model"]
-    scenarios = (*["base"] * 6, "marked_slots", "layers", *["combine_only"] * bare)
+    words = {field: [n for n, word in VOCABULARY.items() if word.field == field] for field in ("model", "format")}
+    scenarios = (*["base"] * 6, "marked_slots", "layers", *["combine_only", "replayed_plan"] * bare)
     return Case(
         generation=generation,
         R=ranks,
@@ -176,8 +179,9 @@ def _draw(job: Job, draw: Random, ranks: int) -> Case:
         pad=draw.choice((1, 4, 8, 128)) if bare else draw.choice((4, 128)),
         tokens=counts,
         routing=_routing(draw, ranks * per_rank),
-        fill=Spec("real"),
-        model=Spec(draw.choice(("moe", *words))),
+        fill=Spec(draw.choice((*["real"] * 9, "scales"))),
+        model=Spec(draw.choice(("moe", *words["model"]))),
+        format=Spec(draw.choice((*["bf16"] * 6, *words["format"]))),
         scenario=Spec(draw.choice(scenarios)),
         seed=draw.randrange(2**16),
     )

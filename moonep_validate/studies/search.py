@@ -44,6 +44,9 @@ SCENARIOS = (
     "refusals",
     "destructive",
 )
+#: Scenarios that ``fill:scales`` can have; experts a rank where there are many.
+_SCALED = ("base", "two_poisons", "marked_slots", "grouped")
+_MANY = (16, 32, 48, 64, 112)
 _MAX_TABLE = 200  # ids; beyond that, drawing them costs more than judging the case
 _BAD = ("failed", "hung", "unknown", "error")
 _BATCH = 40  # cases: the first half is random, the second climbs
@@ -168,7 +171,7 @@ def _equal_pairs(values: Ints) -> int:
 def case_strategy(
     generations: Sequence[str] = ("A", "B"), portable: bool = False, ranks: Sequence[int] = ALL_RANKS
 ) -> SearchStrategy[Case]:
-    """Small valid cases of every routing, fill and scenario.
+    """Small valid cases of every routing, fill, format, model and scenario.
 
     Args:
         generations: which to draw from.
@@ -212,8 +215,39 @@ def _draw_case(
         scenario=Spec(scenario),
         seed=draw(st.integers(0, 2**16)),
     )
-    arguments = draw(st.sampled_from(_routings(plain, st)))
-    return plain.but(routing=draw(arguments))
+    varied = _varied(draw, plain, portable, st)
+    return _but(varied, routing=draw(draw(st.sampled_from(_routings(varied, st)))))
+
+
+def _varied(draw: DrawFn, case: Case, portable: bool, st: Any) -> Case:
+    """Another fill, format or model, or many experts, in every third case where the words go together."""
+    blocks = {name: 128 if portable else 32 * draw(st.integers(1, 2)) for name in ("H", "I")}
+    fill: dict[str, Any] = {"fill": Spec("scales"), "scenario": Spec(draw(st.sampled_from(_SCALED))), **blocks}
+    changes: list[dict[str, Any]] = [
+        fill,
+        {"E": case.R * draw(st.sampled_from(_MANY)), **_smallest(case, portable)},
+    ]
+    if not portable:
+        top_k = min(case.K, case.experts_per_rank)
+        changes += [
+            {"format": Spec("mxfp4"), **blocks},
+            {"format": Spec("fp8"), "H": 128, "I": 128},
+            {"model": Spec("k3"), "fill": Spec("real"), "tokens": None, "K": top_k},
+        ]
+    return _but(case, **draw(st.sampled_from([*[{}] * 2 * len(changes), *changes])))
+
+
+def _smallest(case: Case, portable: bool) -> dict[str, int]:
+    """Widths at which many experts cost little."""
+    return {} if portable else {"H": 8, "I": min(case.I, 8)}
+
+
+def _but(case: Case, **changes: Any) -> Case:
+    """The case with changes, or as it is where they do not go together with its other words."""
+    try:
+        return case.but(**changes)
+    except CaseError:
+        return case
 
 
 def _slots(generation: str, scenario: str, per_rank: int, st: Any) -> Any:

@@ -45,11 +45,19 @@ def test_cases_are_the_same_for_a_seed_and_differ_in_everything() -> None:
     cases = list(islice(drawn_cases(Job(), seed=3), 600))
     assert cases[:50] == list(islice(drawn_cases(Job(), seed=3), 50))
     assert cases[:50] != list(islice(drawn_cases(Job(), seed=4), 50))
-    assert {case.fill.name for case in cases} == {"real"}
+    assert {case.fill.name for case in cases} == {"real", "scales"}
     assert {case.R for case in cases} == {1, 2, 3, 4, 6, 8}
     assert {case.generation for case in cases} == {"A", "B"}
     assert {case.model.name for case in cases} == {"moe", "k3"}
-    assert {case.scenario.name for case in cases} == {"base", "marked_slots", "layers", "combine_only"}
+    assert {case.scenario.name for case in cases} == {
+        "base",
+        "marked_slots",
+        "layers",
+        "combine_only",
+        "replayed_plan",
+    }
+    assert {case.format.name for case in cases} == {"bf16", "mxfp4", "fp8"}
+    assert max(case.E for case in cases) >= 384
     for name, least in [
         ("seed", 550),
         ("E", 12),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from moonep_validate.cases.case import Case, CaseError
@@ -196,8 +194,6 @@ ONLY = {
     "rotation-without-scales": "A",
     "rotation-one-rank-too-far": "A",
 }
-#: Where a fault of all ranks is found otherwise than one of rank 1.
-ONLY = {"no-prefetch-exit-fence": "B", "rotation-without-scales": "A", "rotation-one-rank-too-far": "A"}
 #: Where a fault of all ranks, or of another width, is found otherwise than one of rank 1.
 ON_ALL = {
     "plan-storage-reused:rank=all": ("failed", "L4"),  # no rank has two routes for a row, but those of the old ids
@@ -346,9 +342,7 @@ def test_shrinking_twice_gives_the_same_case() -> None:
 
 
 def test_shrinker_keeps_its_budget_and_refuses_a_passing_case() -> None:
-    start = time.monotonic()
-    result = shrink(CASE, lambda case: run_case(job_with("slot-not-filled"), case)[1], seconds=0)
-    assert (result.case, result.complete) == (CASE, False)
-    assert time.monotonic() - start < 5
+    result = shrink(CASE, lambda case: run_case(job_with("slot-not-filled"), case)[1], seconds=-1)
+    assert (result.case, result.complete, result.tried) == (CASE, False, 0)
     with pytest.raises(CaseError, match="there is nothing to shrink"):
         shrink(CASE, lambda case: run_case(Job(), case)[1], seconds=1)

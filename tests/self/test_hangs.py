@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -113,9 +112,7 @@ def test_one_of_four_ranks_misbehaves_and_the_next_case_passes(
     body, status, says = BAD[name]
     job = make(f"bad_{name}", body)
     assert run_case(good, CASE)[1].ok  # the key is no longer new: from here on the short deadline counts
-    start = time.monotonic()
     trace, verdict = run_case(job, CASE)
-    assert time.monotonic() - start < 40  # about 6 s on two idle cores
     assert verdict.first is not None
     assert (verdict.first.stage, verdict.first.check) == ("combine", "F1"), verdict.diagnosis
     assert status in (None, verdict.status), verdict.diagnosis

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -148,9 +147,7 @@ def test_bad_module_gets_one_clear_finding_and_the_next_case_is_unaffected(
 ) -> None:
     body, wanted = BAD[name]
     job = module(f"bad_{name}", body, api="B")  # some of them hide their signature
-    start = time.monotonic()
     verdict = judged(job)
-    assert time.monotonic() - start < 60
     if wanted is None:
         assert verdict.ok, verdict.diagnosis
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -34,6 +33,26 @@ def invented(status: str, check: str = "L1") -> Callable[[Case], Verdict]:
     return lambda case: Verdict(case, PARTS, [Result(check, "plan", "base", status, "reference", 1)])
 
 
+Clock = Callable[..., Callable[[Case], Verdict]]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Wraps a judge: each case that it judges takes so many seconds of a clock that only cases move."""
+    now = [0.0]
+    for module in ("search", "shrink"):
+        monkeypatch.setattr(f"moonep_validate.studies.{module}.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def timed(judge: Callable[[Case], Verdict], cost: float = 1.0) -> Callable[[Case], Verdict]:
+        def one(case: Case) -> Verdict:
+            now[0] += cost
+            return judge(case)
+
+        return one
+
+    return timed
+
+
 def drawn(count: int, portable: bool = False, generations: str = "AB") -> list[Case]:
     found: list[Case] = []
     for_each_case(count, found.append, portable=portable, generations=generations)
@@ -45,18 +64,18 @@ def test_valid_cases_of_every_word_are_drawn() -> None:
     cases = drawn(800)
     assert len(cases) >= 800
     assert all(Case.parse(str(case)) == case for case in cases)
-    for field in ("routing", "fill", "scenario"):
+    for field in ("routing", "fill", "scenario", "format", "model"):
         known = {name for name, word in VOCABULARY.items() if word.field == field}
-        known -= {"scales"}  # a fill of packed formats, which are not drawn
         if field == "scenario":  # what engines are for, and what compares whole layers, says little of a plan
-            known &= set(SCENARIOS)
+            known &= {*SCENARIOS, "grouped"}
         assert {getattr(case, field).name for case in cases} == known
     assert {case.R for case in cases} == set(range(1, 9))
     assert {case.generation for case in cases} == {"A", "B"}
     assert any(case.K > case.E for case in cases)
     assert any(case.slots for case in cases)
     assert any(case.tokens for case in cases)
-    assert max(case.H for case in cases) <= 64
+    assert max(case.H for case in cases) == 128
+    assert max(case.E for case in cases) == 896
 
 
 def test_portable_cases_of_one_generation() -> None:
@@ -96,8 +115,8 @@ def test_figures_by_hand(line: str, figures: dict[str, float]) -> None:
     assert {figure: found[figure] for figure in figures} == pytest.approx(figures)
 
 
-def test_seeded_fault_is_found_and_shrunk() -> None:
-    result = search(judge_with("slot-not-filled"), seconds=6)
+def test_seeded_fault_is_found_and_shrunk(clock: Clock) -> None:
+    result = search(clock(judge_with("slot-not-filled")), seconds=300)
     prefetch = [v for v in result.failures if v.first and (v.first.stage, v.first.check) == ("prefetch", "W1")]
     assert len(prefetch) == 1
     case = prefetch[0].case
@@ -108,11 +127,11 @@ def test_seeded_fault_is_found_and_shrunk() -> None:
     assert result.statuses["failed"] >= 1
 
 
-def test_nothing_is_found_on_the_reference_and_the_worst_cases_can_be_had_again() -> None:
+def test_nothing_is_found_on_the_reference_and_the_worst_cases_can_be_had_again(clock: Clock) -> None:
     exact = lambda case: judge_with()(case.but(fill=Spec("ints"), scenario=Spec("base")))  # noqa: E731
-    result = search(exact, seconds=4, seed=1)
+    result = search(clock(exact), seconds=50, seed=1)
     assert result.failures == []
-    assert result.tried == sum(result.statuses.values()) >= 5
+    assert result.tried == sum(result.statuses.values()) == 50
     assert set(result.statuses) <= {"passed", "vacuous"}
     assert set(result.worst) == set(stress(SMALL))
     for line in lines(result):
@@ -120,28 +139,18 @@ def test_nothing_is_found_on_the_reference_and_the_worst_cases_can_be_had_again(
         assert stress(Case.parse(case))[figure] == pytest.approx(float(value), rel=1e-5)
 
 
-def test_budget_is_kept_also_while_shrinking() -> None:
-    """A judge that takes 50 ms and fails in ever new ways has a shrink under way whenever time ends."""
+def test_budget_is_kept_also_while_shrinking(clock: Clock) -> None:
+    """A judge that fails in ever new ways has a shrink under way whenever time ends."""
     ways = iter(range(10_000))
-
-    def slow(case: Case) -> Verdict:
-        time.sleep(0.05)
-        return invented("failed", f"X{next(ways) // 7}")(case)
-
-    start = time.monotonic()
-    result = search(slow, seconds=2)
-    assert time.monotonic() - start < 10
-    assert 2 <= result.seconds < 10
+    result = search(clock(lambda case: invented("failed", f"X{next(ways) // 7}")(case)), seconds=40)
+    assert 40 <= result.seconds <= 41
     assert result.failures
+    assert next(ways) == result.seconds, "cases judged"
 
 
-def test_case_too_slow_to_shrink_is_kept_as_it_is() -> None:
-    def slow(case: Case) -> Verdict:
-        time.sleep(0.4)
-        return invented("hung")(case)
-
-    result = search(slow, seconds=1)
-    assert result.tried == result.statuses["hung"] <= 4
+def test_case_too_slow_to_shrink_is_kept_as_it_is(clock: Clock) -> None:
+    result = search(clock(invented("hung"), cost=4.0), seconds=10)
+    assert result.tried == result.statuses["hung"] == 3
     assert [v.status for v in result.failures] == ["hung"]
 
 
@@ -160,12 +169,12 @@ def test_same_seed_draws_the_same_first_cases(monkeypatch: pytest.MonkeyPatch) -
 
     cases = first(3)
     assert len({case.R for case in cases[:10]}) == 1
-    assert len({case.R for case in cases}) == 2  # the batches of 40 have other ranks each
+    assert len({case.R for case in cases}) >= 2  # the batches of 40 have other ranks each
     assert first(3) == cases
     assert first(4)[:20] != cases[:20]
 
 
-def test_each_way_to_fail_is_reported_once_and_vacuous_cases_are_counted() -> None:
+def test_each_way_to_fail_is_reported_once_and_vacuous_cases_are_counted(clock: Clock) -> None:
     def judge(case: Case) -> Verdict:
         if case.generation == "A":
             return replace(invented("passed")(case), vacuous=["ranks 0 and 1 hold the same payload"])
@@ -173,7 +182,7 @@ def test_each_way_to_fail_is_reported_once_and_vacuous_cases_are_counted() -> No
             return replace(invented("passed")(case), errors=["rank 0: RuntimeError: out of cheese"])
         return invented("failed", "L1" if case.pad < 8 else "L2")(case)
 
-    result = search(judge, seconds=1.5)
+    result = search(clock(judge), seconds=1000)
     assert sorted((v.status, v.first.check if v.first else "") for v in result.failures) == [
         ("error", ""),
         ("failed", "L1"),
