@@ -93,6 +93,8 @@ class Step:
 
     def recorded(self, op: str, rank: int) -> bool:
         """Whether a rank made a call of which anything is known; of a lost rank nothing is."""
+        if op != "load" and not self.has_call(op, rank):
+            return False
         try:
             call = self.call(op, rank)
         except Missing:
@@ -109,6 +111,10 @@ class Step:
 
     def ops(self) -> list[str]:
         """Operations that any rank called in this step."""
+        return self._ops
+
+    @cached_property
+    def _ops(self) -> list[str]:
         return list(dict.fromkeys(op for calls in self._calls for op in calls))
 
     def has(self, op: str, name: str) -> bool:
@@ -161,9 +167,9 @@ class Step:
     def misfits(self, op: str, rank: int) -> Mapping[str, Misfit]:
         """The tensors of one rank's call that have not the promised form."""
         if (op, rank) not in self._misfits:
-            call, layout = self.call(op, rank), self._layout_on(rank)
+            call, (layout, rows) = self.call(op, rank), self._sizes[rank]
             noted = call.info.get("forms", {})
-            called = Called(self.case, layout, self._rows(layout), self.by_engine, call.info, noted)
+            called = Called(self.case, layout, rows, self.by_engine, call.info, noted)
             recording = Recording.parse(self.trace.keep)
             self._misfits[op, rank] = misfits(op, expected(op, called), call, recording)
         return self._misfits[op, rank]
@@ -226,17 +232,24 @@ class Step:
         Raises:
             Missing: if the ranks dispatched different numbers of tokens.
         """
-        layouts = {self._layout_on(rank) for rank in self.noted("dispatch", "hidden")}
+        layouts = {self._sizes[rank][0] for rank in self.noted("dispatch", "hidden")}
         if len(layouts) > 1:
             sizes = sorted(layout.S for layout in layouts)
             raise Missing(f"the ranks dispatched different numbers of tokens: {sizes}")
-        return layouts.pop() if layouts else self._layout_on(0)
+        return layouts.pop() if layouts else self._sizes[0][0]
 
     @cached_property
     def by_engine(self) -> bool:
         """Whether an engine made the calls; a session of a Buffer says with how many slots it was opened."""
         infos = [calls["dispatch"].info for calls in self._calls if "dispatch" in calls]
         return bool(infos) and not any("slots" in info for info in infos)
+
+    @cached_property
+    def _sizes(self) -> list[tuple[Layout, int]]:
+        """Geometry and NvS of each rank; every tensor's form is asked for them."""
+        layouts = [self._layout_on(rank) for rank in range(self.case.R)]
+        rows = {layout: self._rows(layout) for layout in dict.fromkeys(layouts)}
+        return [(layout, rows[layout]) for layout in layouts]
 
     def _layout_on(self, rank: int) -> Layout:
         """The geometry of one rank: what its caller asked for, whatever came of it."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from moonep_validate.cases.case import Case
 from moonep_validate.cases.layout import Layout
 from moonep_validate.data.k3 import model_width
@@ -118,18 +120,22 @@ def _misfit(op: str, form: Form | None, name: str, call: Call, recording: Record
     noted = call.info.get("forms", {}).get(name)
     if noted is None:
         return _unnoted(op, form, name, call)
-    said = Form(tuple(noted["shape"]), noted["dtype"], noted["device"], noted["contiguous"])
     if form is None:
-        return Misfit("no such tensor", str(said))
-    right = (said.shape, said.dtype) == (form.shape, form.dtype)
-    if not right or form.device not in (None, said.device) or (form.contiguous and not said.contiguous):
-        return Misfit(str(form), _against(form, said), usable=right)
+        return Misfit("no such tensor", str(_said(noted)))
+    right = tuple(noted["shape"]) == form.shape and noted["dtype"] == form.dtype
+    if not right or form.device not in (None, noted["device"]) or (form.contiguous and not noted["contiguous"]):
+        return Misfit(str(form), _against(form, _said(noted)), usable=right)
     for part, (shape, dtype) in _kept(op, name, form, call, recording).items():
-        held = form_of(call.tensors[part]) if part in call.tensors else None
-        if held is None or (tuple(held["shape"]), held["dtype"]) != (shape, dtype):
-            got = f"{held['dtype']} {held['shape']}" if held else "nothing"
+        held = call.tensors.get(part)
+        if held is None or tuple(held.shape) != shape or held.dtype != getattr(torch, dtype):
+            got = "nothing" if held is None else "{dtype} {shape}".format(**form_of(held))
             return Misfit(f"{dtype} {list(shape)} in the trace, as its noted form says", got)
     return None
+
+
+def _said(noted: Mapping[str, Any]) -> Form:
+    """A noted form, for a sentence."""
+    return Form(tuple(noted["shape"]), noted["dtype"], noted["device"], noted["contiguous"])
 
 
 def _unnoted(op: str, form: Form | None, name: str, call: Call) -> Misfit | None:

@@ -47,11 +47,9 @@ class Moves:
 
 
 def moves_of(plan: Any, rank: int, device: torch.device) -> Moves:
-    """The moves of a plan; on a GPU they are kept on the plan, until one of its tensors changes."""
+    """The moves of a plan, kept on it until one of its tensors changes: each call of a pass asks for them."""
     tensors = [value for value in vars(plan).values() if isinstance(value, Tensor)]
-    if device.type == "cpu" or any(
-        tensor.is_inference() for tensor in tensors
-    ):  # those do not count their changes
+    if any(tensor.is_inference() for tensor in tensors):  # these do not count their changes
         return _derive(plan, rank, device)
     versions = tuple(tensor._version for tensor in tensors)
     kept = vars(plan).get("_moves")

@@ -47,6 +47,7 @@ class Recording:
         return self.amount + (f":{self.columns}" if self.amount == "columns" and self.columns != COLUMNS else "")
 
     @classmethod
+    @lru_cache(maxsize=16)
     def parse(cls, text: str) -> Recording:
         """Read ``plan``, ``digest``, ``columns``, ``columns:N`` or ``full``.
 
