@@ -16,6 +16,8 @@ from moonep_validate.data.problem import Batch, batch
 from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.run import run_case
 from moonep_validate.reference import moonep_a, moonep_b
+from moonep_validate.reference.moves import moves_of
+from moonep_validate.reference.transport import MoonEPCommPlan
 from moonep_validate.worlds import threads
 from moonep_validate.worlds.comm import Comm
 
@@ -328,6 +330,27 @@ def test_helpers_that_integrations_import() -> None:
         assert tuple(tensor.shape) == (8, 5)
         assert tuple(module.create_nvl_single_owner_tensor((2, 5), torch.int32, 0, 1, 4).shape) == (2, 5)
         assert module.Buffer.__module__.endswith(module.__name__.split(".")[-2])
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_is_derived_from_a_plan_follows_its_tensors(inference: bool) -> None:
+    """Two ranks with one token each, both computed on rank 1; then the plan of rank 0 changes in place."""
+    with torch.inference_mode(inference):
+        plan = MoonEPCommPlan(
+            dst=torch.tensor([5], dtype=torch.int32),
+            experts_to_copy=torch.full((2, 1), -1, dtype=torch.int32),
+            zero_fill_ranges=torch.zeros((2, 2), dtype=torch.int32),
+            remote_stats=torch.zeros(2, dtype=torch.int32),
+            dup_groups=torch.zeros((4, 3), dtype=torch.int32),
+            dup_loffs=torch.zeros(4, dtype=torch.int32),
+            dup_counts=torch.zeros(2, dtype=torch.int32),
+            **{"N": 1, "R": 2, "E": 2, "NvS": 4, "K": 1},
+        )
+        rows = []
+        for destination in (5, 5, 6):
+            plan.dst.fill_(destination)
+            rows.append([row.tolist() for _, row in moves_of(plan, 0, torch.device("cpu")).weights])
+    assert rows == [[[], [1]], [[], [1]], [[], [2]]]
 
 
 @pytest.fixture
