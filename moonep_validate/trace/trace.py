@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ MAX_BYTES, MAX_HEADER = 2**36, 10**8
 MAX_EMPTY = 2**27
 _PLACE = re.compile(r"(\d{1,3})/(\d{1,5})/(\w{1,64})", re.ASCII)
 _FULL = Recording()
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TraceError(ValueError):
@@ -424,18 +426,23 @@ def _tensors(data: bytes) -> dict[str, Tensor]:
 
 def form_of(tensor: Tensor) -> dict[str, Any]:
     """The form of a tensor as JSON data: ``shape``, ``dtype``, ``device`` (its type), ``contiguous``."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
     return {
         "shape": list(tensor.shape),
-        "dtype": dtype,
+        "dtype": _dtype_name(tensor.dtype),
         "device": tensor.device.type,
         "contiguous": tensor.is_contiguous(),
     }
 
 
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def bits(tensor: Tensor) -> Tensor:
     """The raw bits as integers of the same width and shape, so that NaN payloads and -0.0 count."""
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    word = _WORDS[tensor.element_size()]
+    return tensor if tensor.dtype == word else tensor.view(word)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -53,4 +54,10 @@ def _as_tensor(value: Any) -> Tensor | None:
         return value
     if value is None:
         return torch.zeros(0)
-    return torch.tensor(value) if isinstance(value, int | float) else None
+    return _number(value) if isinstance(value, int | float) else None
+
+
+@lru_cache(maxsize=64, typed=True)
+def _number(value: float) -> Tensor:
+    """A number as a tensor, which nobody changes: every call that is given a plan asks for the same few."""
+    return torch.tensor(value)
