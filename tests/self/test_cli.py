@@ -27,7 +27,14 @@ def test_run_prints_evidence_table_meaning_and_code(cli: Cli) -> None:
     code, out, err = cli("run", "--case", CASE)
     assert (code, err) == (0, "")
     assert "evidence: reference moonep_validate.reference" in out
-    for word in ("plan      L1 ", "dispatch  A1", "prefetch  H4 I6", "experts   H2", "combine   C1", "layer     I16"):
+    for word in (
+        "plan      L1 ",
+        "dispatch  A1",
+        "prefetch  H4 I6",
+        "experts   H2",
+        "combine   C1",
+        "layer     I16",
+    ):
         assert word in out
     assert "proves: the suite's own reference transport and experts keep the contract" in out
     assert "values were compared at load, prepare, plan, dispatch, prefetch, experts, combine, layer\n" in out
