@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,35 @@ def measures(steps: Iterable[Step]) -> dict[str, float]:
     """
     steps = list(steps)
     return {**_moved(steps), **_cost_of_pads(steps), **_offset_bits(steps)}
+
+
+def balance(steps: Iterable[Step]) -> dict[str, Any]:
+    """What the plan of the first step that shows one does to each rank.
+
+    Returns:
+        Lists of one whole number a rank: ``before`` (rows of its own experts), ``rows`` (that it computes),
+        ``moved`` (of these, rows of other ranks' experts), ``slots`` (that hold an expert), ``padding`` (rows) and
+        ``bytes`` (of weights that it prefetches); empty where no step shows a plan whose ids are legal.
+    """
+    for step in steps:
+        try:
+            home, ranks, size = step.layout.home(step.topk).ravel(), step.rank_of.ravel(), step.case.R
+            ends, slots = step.cu_seqlens[:, -1], (step.copies >= 0).sum(axis=1)
+        except (Missing, IndexError):
+            continue
+        if any(((one < 0) | (one >= size)).any() for one in (home, ranks)):
+            continue
+        rows = np.bincount(ranks, minlength=size)
+        figures = {
+            "before": np.bincount(home, minlength=size),
+            "rows": rows,
+            "moved": np.bincount(ranks[home != ranks], minlength=size),
+            "slots": slots,
+            "padding": ends - rows,
+            "bytes": slots * step.format.expert_bytes(step.case.H, step.case.I),
+        }
+        return {name: values.tolist() for name, values in figures.items()}
+    return {}
 
 
 def _offset_bits(steps: list[Step]) -> dict[str, float]:

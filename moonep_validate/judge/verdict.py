@@ -102,6 +102,8 @@ class Verdict:
         autopsy: what is known of the ranks where a case did not come to its end.
         recording: how much of each tensor was recorded, see trace/recording.py.
         override: a status that the run adds, e.g. ``not_exercised``.
+        balance: what the plan of the first step does to each rank, see measures.py.
+        seconds: that recording and judging took, where somebody measured it.
     """
 
     case: Case
@@ -115,6 +117,8 @@ class Verdict:
     reproducer: str = ""
     recording: str = "full"
     override: str | None = None
+    balance: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
 
     def __repr__(self) -> str:
         return f"<Verdict {self.status} {self.case}>"
@@ -207,6 +211,8 @@ class Verdict:
             "witnesses": self.witnesses,
             "vacuous": self.vacuous,
             "measures": self.measures,
+            "balance": self.balance,
+            "seconds": round(self.seconds, 3),
             "errors": self.errors,
             "autopsy": self.autopsy,
             "parts": {stage: asdict(part) for stage, part in self.parts.items()},

@@ -8,7 +8,7 @@ from moonep_validate.judge.checks import Check, run_check
 from moonep_validate.judge.checks.relations import relation_results
 from moonep_validate.judge.coverage import bare
 from moonep_validate.judge.facts import steps_of
-from moonep_validate.judge.measures import measures
+from moonep_validate.judge.measures import balance, measures
 from moonep_validate.judge.registry import step_checks
 from moonep_validate.judge.verdict import NO_CHECK, Result, Verdict
 from moonep_validate.judge.witnesses import count_witnesses, vacuous_reasons
@@ -50,6 +50,7 @@ def judge(trace: Trace, checks: Sequence[Check] | None = None) -> Verdict:
         witnesses=counts,
         vacuous=vacuous,
         measures=measures(steps.values()),
+        balance=balance(steps.values()),
         errors=trace.errors,
         autopsy=trace.autopsy,
         reproducer=trace.reproducer,

@@ -6,8 +6,6 @@ torch is imported inside the commands, so that help and usage errors come at onc
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -16,32 +14,29 @@ from rich.console import Console
 
 from moonep_validate import __version__
 from moonep_validate.cases.case import Case, CaseError, Spec
-from moonep_validate.cases.profiles import for_generations, profile
+from moonep_validate.cases.profiles import profile
 from moonep_validate.cases.vocabulary import VOCABULARY
 from moonep_validate.doors import interrupts
 from moonep_validate.doors.cli import formats as commands_formats
+from moonep_validate.doors.cli import gate as commands_gate
 from moonep_validate.doors.cli import mutate as commands_mutate
 from moonep_validate.doors.cli import plan as commands_plan
 from moonep_validate.doors.cli import served as commands_served
 from moonep_validate.doors.cli import worlds as commands_worlds
+from moonep_validate.doors.cli.loop import AllChecks, job_and_cases, judge_all, opened, profile_of, required
 from moonep_validate.doors.cli.options import console, job_of, note, one_of, takes
 from moonep_validate.doors.cli.output import patient_output
-from moonep_validate.pipeline.kinds import kind_of
 from moonep_validate.pipeline.options import DECLARED, Options
 
 if TYPE_CHECKING:
-    from moonep_validate.doors.report.files import OutputFolder
     from moonep_validate.doors.report.summary import Summary
     from moonep_validate.judge.verdict import Verdict
-    from moonep_validate.pipeline.job import Job
     from moonep_validate.trace.manifest import Keeps
     from moonep_validate.trace.trace import Trace
 
 USAGE = 4
 INTERNAL = 3
 INTERRUPTED = 2
-
-AllChecks = Annotated[bool, typer.Option("--all-checks", help="A row for each check, and the idle ones by name.")]
 
 app = typer.Typer(
     name="moonep-validate",
@@ -70,11 +65,11 @@ def run(
 ) -> None:
     """Judge a subject on a profile, or on the cases given."""
     commands_worlds.arrive(context.info_name)
-    job, cases = _job_and_cases(options)
+    job, cases = job_and_cases(options)
     if options.require:
-        _require(job, options.require)
+        required(job, options.require)
     one_of("--keep", keep, ("failed", "all", "none"))
-    here = commands_worlds.joined(context.info_name, job, cases, lambda: _folder(out) if out else None)
+    here = commands_worlds.joined(context.info_name, job, cases, lambda: opened(out) if out else None)
     job, cases, folder = here.job, here.cases, here.folder
     if folder:
         folder.plan(cases, cast("Keeps", keep))
@@ -86,9 +81,9 @@ def run(
             folder.note(trace, verdict)
         return trace, verdict
 
-    title = f"{len(cases)} case{'s' * (len(cases) > 1)}" if options.case else f"profile {_profile(options)}"
+    title = f"{len(cases)} case{'s' * (len(cases) > 1)}" if options.case else f"profile {profile_of(options)}"
     one_case = here.judged(record_and_judge)
-    summary = _judge_all(cases, one_case, job, title, folder, shrink_seconds, all_checks, options)
+    summary = judge_all(cases, one_case, job, title, folder, shrink_seconds, all_checks, options)
     here.end(summary.exit_code)
     if folder and folder.lost:
         note(folder.lost)
@@ -109,7 +104,7 @@ def check(
     entries = {entry.case: entry for entry in manifest.entries}
     cases = [trace.case for trace in traces.values()]
     show_folder(console, manifest, traces.values())
-    summary = _judge_all(
+    summary = judge_all(
         cases,
         lambda one: judge_recorded(traces[str(one)], entries[str(one)]),
         None,
@@ -225,6 +220,7 @@ def cases(
     console.print("\n".join(f"  {line}" for line in lines), highlight=False, soft_wrap=True)
 
 
+app.command()(commands_gate.gate)
 app.command()(commands_formats.checkpoint)
 app.command()(commands_formats.memory)
 app.command()(commands_served.compare)
@@ -280,90 +276,6 @@ def _other(error: Exception) -> int:
         return _usage(str(error))
     Console(stderr=True).print_exception()
     return INTERNAL
-
-
-def _profile(options: Options) -> str:
-    return options.profile or kind_of(options).profile
-
-
-def _job_and_cases(options: Options) -> tuple[Job, list[Case]]:
-    """What a run judges, and on which cases: those given, else the profile's, by Buffer key."""
-    lines, listed = [Case.parse(text) for text in options.case], profile(_profile(options))
-    job = job_of(options)
-    from moonep_validate.pipeline.selection import select_cases
-
-    cases = lines or for_generations(listed, job.target.generations)
-    return job, select_cases(job, cases, options.ranks, keep_order=bool(lines))
-
-
-def _require(job: Job, wanted: Sequence[str]) -> None:
-    """Stop where another part would run than the one that a gate asks for."""
-    from moonep_validate.pipeline.require import unmet
-
-    if missing := unmet(job, wanted):
-        Console(stderr=True).print("\n".join(missing), markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1)
-
-
-def _folder(path: Path) -> OutputFolder:
-    from moonep_validate.doors.report.files import OutputFolder
-
-    try:
-        return OutputFolder(path)
-    except OSError as error:
-        raise CaseError(f"--out {path} cannot be used: {error.strerror}") from None
-
-
-def _judge_all(
-    cases: list[Case],
-    one_case: Any,
-    job: Job | None,
-    title: str,
-    folder: OutputFolder | None,
-    shrink_seconds: float,
-    all_checks: bool,
-    options: Options = Options(),  # noqa: B008 - frozen
-) -> Summary:
-    """Loop over cases with a live display; a signal keeps what is known."""
-    from moonep_validate.doors.report import terminal
-    from moonep_validate.doors.report.summary import Summary
-
-    console.print(f"[bold]moonep-validate {__version__}[/bold]: {title}", highlight=False)
-    summary, start, trace = (
-        Summary(len(cases), required=options.require_cases or 0, require=options.require),
-        time.monotonic(),
-        None,
-    )
-    try:
-        with terminal.progress_bar(console) as progress:
-            task = progress.add_task("", total=len(cases))
-            for one in cases:
-                interrupts.check()
-                progress.update(task, description=str(one))
-                first, (trace, verdict) = trace is None, one_case(one)
-                if first:
-                    terminal.show_evidence(progress.console, trace)
-                summary.verdicts.append(verdict)
-                progress.advance(task)
-                if folder:
-                    folder.write_report(summary, trace.subject)
-                if not verdict.ok and verdict.status != "not_run":
-                    terminal.show_problem(progress.console, verdict)
-        summary.ended = True
-        if folder:
-            folder.write_report(summary, trace.subject if trace else "")
-        if shrink_seconds and job:
-            from moonep_validate.doors.cli.smallest import show_smallest
-
-            show_smallest(summary, job, shrink_seconds)
-    except KeyboardInterrupt:
-        interrupts.ending()
-        summary.interrupted = True
-        if folder:
-            folder.write_report(summary, trace.subject if trace else "")
-    terminal.show_table(console, summary, all_checks)
-    terminal.show_verdict(console, summary, trace, time.monotonic() - start)
-    return summary
 
 
 def _exit_code(verdict: Verdict) -> int:

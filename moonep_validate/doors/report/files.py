@@ -40,6 +40,7 @@ class OutputFolder:
     def __init__(self, path: Path) -> None:
         self.lost = ""
         self.path, self.manifest = path, Manifest.of((), "none")
+        self._told: list[tuple[Verdict, str]] = []
         self.traces = path / _TRACES
         self.traces.mkdir(parents=True, exist_ok=True)
         weakref.finalize(self, os.close, _locked(path))
@@ -63,11 +64,19 @@ class OutputFolder:
             "interrupted": summary.interrupted,
             "exit_code": summary.exit_code if summary.ended else INTERRUPTED,
             "planned": summary.planned,
+            "unmet": summary.missed,
             "checks": {c.id: {"name": c.name, "stage": c.stage, "promise": c.promise} for c in CHECKS.values()},
-            "cases": [verdict.to_json() for verdict in summary.verdicts],
         }
+        head = json.dumps(data)[:-1]
         with self._writing(self.path / _REPORT) as path:
-            _replace(path, (json.dumps(data, indent=1) + "\n").encode())
+            replace_file(path, f'{head}, "cases": [\n{self._cases(summary.verdicts)}\n]}}\n'.encode())
+
+    def _cases(self, verdicts: Sequence[Verdict]) -> str:
+        """Verdicts as JSON, one a line; each is put into words once, not after every case that follows."""
+        for place, verdict in enumerate(verdicts):
+            if self._told[place : place + 1] == [] or self._told[place][0] is not verdict:
+                self._told[place:] = [(verdict, json.dumps(verdict.to_json()))]
+        return ",\n".join(text for _, text in self._told[: len(verdicts)])
 
     def plan(self, cases: Sequence[Case], keep: Keeps) -> None:
         """Note what is to run, before anything does; see manifest.py."""
@@ -81,7 +90,7 @@ class OutputFolder:
         if due(self.manifest.keep, verdict.status):
             file = f"{_file_name(trace.case)}{_SUFFIX}"
             with self._writing(self.traces / file) as path:
-                _replace(path, trace.to_bytes())
+                replace_file(path, trace.to_bytes())
         self.manifest = self.manifest.judged(trace, verdict.status, file)
         with self._writing(self.path / NAME):
             self.manifest.write(self.path)
@@ -97,7 +106,7 @@ class OutputFolder:
             )
 
 
-def _replace(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes) -> None:
     """Write a file in one step, so that nobody ever sees half of it."""
     part = path.with_name(f"{path.name[:_LONGEST_NAME]}.part")
     try:
@@ -132,7 +141,7 @@ def _of_a_run(path: Path, traces: Path) -> list[Path]:
     """
     found = sorted(traces.iterdir())
     strange = [one for one in found if not (one.name.endswith(".part") or _is_trace(one))]
-    strange += [one for one in (path / _REPORT, path / NAME) if one.exists() and not _ours(one)]
+    strange += [one for one in (path / _REPORT, path / NAME) if one.exists() and not ours(one)]
     if strange:
         raise OSError(errno.EEXIST, f"{strange[0]} was not written by a run, and stays; give another folder")
     return found
@@ -146,7 +155,7 @@ def _is_trace(path: Path) -> bool:
         return b'"__metadata__"' in (begin := file.read(4096)) and b'"moonep_validate"' in begin
 
 
-def _ours(path: Path) -> bool:
+def ours(path: Path) -> bool:
     """Whether a file is a report or a manifest, or was cut short while one was written."""
     try:
         data = json.loads(path.read_bytes())

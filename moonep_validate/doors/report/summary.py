@@ -44,6 +44,7 @@ class Summary:
         require: what must really run, see pipeline/require.py.
         interrupted: whether the user, or a signal, stopped it.
         ended: whether no more verdicts come; until then a report of it is no pass.
+        cut: why the rest of the cases was left out, or empty; a run that was cut is no pass.
     """
 
     planned: int
@@ -52,6 +53,7 @@ class Summary:
     required: int = 0
     require: Sequence[str] = ()
     ended: bool = False
+    cut: str = ""
 
     @property
     def status(self) -> str:
@@ -70,7 +72,7 @@ class Summary:
             return INTERRUPTED
         if code := EXIT_CODES[self.status]:
             return code
-        if self.ran < self.required or self.unmet:
+        if self.missed:
             return EXIT_CODES["failed"]
         return 0 if self.counts["passed"] or self.counts["waived"] else NOTHING_RAN
 
@@ -81,6 +83,12 @@ class Summary:
             [verdict.parts for verdict in self.verdicts if verdict.status != "not_run"] if self.require else []
         )
         return list(dict.fromkeys(text for parts in judged for text in unmet_by(parts, self.require)))
+
+    @property
+    def missed(self) -> list[str]:
+        """What was asked for and not reached, one sentence each; a run that missed anything is no pass."""
+        few = f"--require-cases {self.required}: {self.ran} cases were judged" if self.ran < self.required else ""
+        return [*self.unmet, *filter(None, [few, self.cut])]
 
     @property
     def ran(self) -> int:

@@ -143,10 +143,8 @@ def show_verdict(console: Console, summary: Summary, trace: Trace | None, second
         console.print(f"{proves}\nleaves open: {trace.leaves_open}", highlight=False, soft_wrap=True)
     elif summary.verdicts:
         console.print(f"proves nothing as it stands: {summary.status}", highlight=False)
-    for missing in summary.unmet:
-        console.print(missing, markup=False, highlight=False, soft_wrap=True)
-    if summary.ran < summary.required:
-        console.print(f"--require-cases {summary.required}: {summary.ran} cases were judged", highlight=False)
+    for missed in summary.missed:
+        console.print(missed, markup=False, highlight=False, soft_wrap=True)
     for doubted in dict.fromkeys(
         part for verdict in summary.verdicts for part in verdict.parts.values() if part.doubts
     ):

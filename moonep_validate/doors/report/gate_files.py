@@ -1,0 +1,47 @@
+"""What does a gate leave? report.json and junit.xml over all its runs, beside a folder a run, as ``run --out``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moonep_validate.cases.case import CaseError
+from moonep_validate.doors.report.baseline import Change
+from moonep_validate.doors.report.files import ours, replace_file
+from moonep_validate.doors.report.junit import junit
+from moonep_validate.doors.report.outcome import Outcome
+
+_REPORT, _JUNIT = "report.json", "junit.xml"
+
+
+class GateFolder:
+    """The folder of a gate; until the gate has ended its report says ``incomplete``, with exit code 2.
+
+    Attributes:
+        lost: what could not be written, or empty.
+
+    Raises:
+        CaseError: if it cannot be used, or holds a report that no run wrote.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.lost = path, ""
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            report = path / _REPORT
+            if report.exists() and not ours(report):
+                raise CaseError(f"--out {path} cannot be used: {report} was not written by a run, and stays")
+            replace_file(report, Outcome("", "incomplete", 2).to_text().encode())
+            (path / _JUNIT).unlink(missing_ok=True)
+        except OSError as error:
+            raise CaseError(f"--out {path} cannot be used: {error.strerror}") from None
+
+    def write(self, outcome: Outcome, change: Change) -> None:
+        """All files; one that cannot be written is noted, and the others are."""
+        self._put(_REPORT, outcome.to_text().encode())
+        self._put(_JUNIT, junit(outcome, change.tolerated))
+
+    def _put(self, name: str, data: bytes) -> None:
+        try:
+            replace_file(self.path / name, data)
+        except OSError as error:
+            self.lost = self.lost or f"{self.path / name} cannot be written: {error.strerror}"
