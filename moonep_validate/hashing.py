@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 _WORD = 2**64 - 1
+#: SplitMix64's own constants: the step is 2**64 over the golden ratio, so that indices in a row land far apart.
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
@@ -31,6 +32,7 @@ def hashed(name: str, seed: int, *indices: Tensor | int) -> Tensor:
     """
     state = int.from_bytes(hashlib.sha256(f"{name}/{seed}".encode()).digest()[:8], "little")
     first = next((place for place, index in enumerate(indices) if isinstance(index, Tensor)), len(indices))
+    # One more than each index, here and below: 0 times the step would leave the state as it was.
     for number in indices[:first]:  # leading numbers cost no tensor operation
         state = _mix_int((state + (int(number) + 1) * _GOLDEN) & _WORD)
     device = next((index.device for index in indices if isinstance(index, Tensor)), None)
@@ -42,6 +44,7 @@ def hashed(name: str, seed: int, *indices: Tensor | int) -> Tensor:
 
 def unit(bits: Tensor) -> Tensor:
     """Map hashes to float64 in the open interval (0, 1), shape kept."""
+    # 52 bits and a half are exact in float64's 53, and never 0 or 1, of which logarithms are taken.
     return (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
 
 

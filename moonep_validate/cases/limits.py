@@ -12,6 +12,7 @@ from moonep_validate.scenarios import SCENARIOS
 if TYPE_CHECKING:
     from moonep_validate.cases.case import Case
 
+#: MoonEP's: 5 bits for k, 7 for a rank and 24 for a row in upstream's encodings (docs/contract.md, Limits).
 MAX_TOP_K = 32
 MAX_RANKS = 128
 MAX_ROWS = 2**24 - 1

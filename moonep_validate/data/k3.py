@@ -24,12 +24,14 @@ from moonep_validate.hashing import below, hashed, normal, unit
 
 #: Kimi-K3's numbers, but for the scaling factor: its 1.0 would hide a factor that is applied twice.
 SCALING_FACTOR = 2.5
-NORM_EPS = 1e-5
+NORM_EPS = 1e-5  # the data's mean squares are near it (problem.py), so that another eps shows
 SITU_BETA = 4.0
 SITU_LINEAR_BETA = 25.0
 
+#: Half the spacing: rounding the logits to BF16 moves the scores, and the order must still be clear.
 MARGIN = 0.003
 _SPACING, _LAST_CHOSEN, _BIAS, _BIAS_SPREAD = 0.006, 0.6, 7.0, 0.15
+#: Few and small: the sum of their products is exact, and beside a logit needs more bits than BF16 has.
 _SMALL_ENTRIES, _SMALL = 4, 2.0**-5
 
 

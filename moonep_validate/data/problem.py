@@ -37,6 +37,7 @@ from moonep_validate.hashing import below, hashed, normal, unit
 CPU = torch.device("cpu")
 #: Weights that are made expert by expert: name -> (shape of one expert, expert -> tensor).
 EachExpert = Mapping[str, tuple[tuple[int, ...], Callable[[int], Tensor]]]
+#: ``ints``: every term of a token's sum is a multiple of 16, and BF16 holds the multiples of 16 up to 256 * 16.
 _UNIT, _UNITS = 16, 256
 
 #: Model -> projection -> exact factor. In k3, SiTU's caps show (|g| above 2 and |u| above 25 are usual), and a
@@ -108,6 +109,7 @@ def _expert_weights(
     expert = torch.arange(per_rank)[:, None] + rank * per_rank
     if fill == "ints":
         weights = _ints_weights(expert, seed, layer, H, I, entries)
+        # The largest row of down, times the largest g, times as many experts as a token may have: none may round.
         total = weights["down"].abs().long().sum(-1).max().item() * 128 * (32 // entries if entries > 1 else 32)
         assert total <= _UNIT * _UNITS, f"ints fill: sums reach {total}, BF16 holds them exactly up to 4096"
         return weights
@@ -160,7 +162,7 @@ def _token_hash(name: str, case: Case, rank: int, columns: int) -> Tensor:
 
 def _ints_hidden(noise: Tensor) -> Tensor:
     hidden = below(noise, 3).float() - 1
-    hidden[:, 0] = 1.0
+    hidden[:, 0] = 1.0  # the gate's 96 meets it, so that g is large enough for silu(g) = g
     return hidden
 
 
@@ -204,6 +206,7 @@ def odd_ids(case: Case, rank: int) -> Batch:
 def random_bits(case: Case, rank: int) -> Batch:
     """Tokens and route weights of random bit patterns: NaN payloads, infinities, -0.0 and denormals among them."""
     tokens = batch(case, rank)
+    # -0.0, a quiet NaN and two signalling ones with payloads, both infinities, the smallest denormal.
     odd = torch.tensor([-0x8000, 0x7FC1, 0x7F81, -0x7F, 0x7F80, -0x80, 1], dtype=torch.int16)
     noise = _token_hash("bits", case, rank, case.H)
     hidden = torch.where(below(noise, 4) == 0, odd[below(noise >> 8, len(odd))], noise.to(torch.int16))
@@ -303,6 +306,7 @@ def gradients(case: Case, rank: int, name: str, ones: bool) -> tuple[Tensor, Ten
 
 
 def _cancel(noise: Tensor) -> Tensor:
+    # Float32 has 24 bits: beside 2**30 a 1 or a 3 is lost; it stays where the large ones have cancelled before.
     return torch.tensor([2.0**30, -(2.0**30), 1.0, 3.0])[below(noise, 4)]
 
 

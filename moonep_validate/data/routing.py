@@ -20,7 +20,9 @@ from moonep_validate.hashing import below, hashed, normal, unit
 _Generator = Callable[[Case, int], Tensor]  # [S, K] or only the real tokens, [token_count, K]
 _Promise = Callable[[Case, int, Tensor], bool]  # of [E], the routes of one rank's real tokens to each expert
 
+#: Under a log-normal law of this sigma the most popular tenth draws three quarters: each rank has favourites.
 _PER_RANK_SIGMA = 2.0
+#: 1024 / 2**36 is far below what changes a single choice.
 _BISECTIONS = 36
 _MAX_SIGMA = 1024.0  # each token takes the most popular experts, whatever its Gumbel noise
 

@@ -26,6 +26,7 @@ from moonep_validate.hashing import below, hashed
 #: Largest magnitudes of the two terms of an exponent; with a code of 6 their sum stays below 2**128.
 _ALONG, _ACROSS = 62, 63
 _CODES = len(mxfp4.VALUES)
+#: Power of the tokens: a product with codes of up to 6, summed over H, stays near 1.
 _TOKEN = -4
 
 

@@ -15,6 +15,7 @@ from moonep_validate.cases.layout import Layout
 from moonep_validate.data.routing import topk_ids
 from moonep_validate.scenarios import SCENARIOS
 
+#: What people read in a bug report; a larger routing has to be shrunk first.
 MAX_LINES = 100
 MAX_ROUTES = 4096
 MAX_EXPERTS = 4096

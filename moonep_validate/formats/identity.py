@@ -24,9 +24,11 @@ MATRICES = tuple(ROLES)
 LOWEST, COUNT = 121, 13
 RADIUS = 6
 
+#: What is left of the word is a mark: random bytes have it in one block of 16,384.
 _MAGIC_BITS = 64 - sum(BITS.values())
 _MAGIC = 0x2A5B & ((1 << _MAGIC_BITS) - 1)
 _ODD = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+#: Mixed into the second word of a block, so that it is no copy of the first: half a block never says who it is.
 _SECOND = 0x5851F42D4C957F2D
 _MASK = 2**64 - 1
 

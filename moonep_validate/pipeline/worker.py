@@ -43,7 +43,7 @@ def main() -> None:
     launch.adopt_orphans()
     with (folder / f"stack{rank}").open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # as many ranks as cores already; and sums keep one order
         pool, star = socket.socket(fileno=descriptors[0]), Star(rank, descriptors[1:])
         flight = Flight(folder / f"flight{rank}")
         _join(rank, size, folder)
@@ -53,7 +53,7 @@ def main() -> None:
             try:
                 number, request = wire.receive(pool)
             except (EOFError, OSError):
-                os._exit(0)
+                os._exit(0)  # at once: what an engine does at exit may wait for peers that are gone
             failed, answer = _answer(request, flight, star)
             wire.send(pool, number, wire.RAISED if failed else wire.FINE, answer)
 
@@ -80,7 +80,7 @@ def _answer(request: bytes, flight: Flight, star: Star) -> tuple[bool, bytes]:
         return "error" in answer, json.dumps(answer).encode()
     if "reset" in message:
         engines.reset(message["reset"])
-        dist.barrier()
+        dist.barrier()  # a rank that is done sooner must not begin the next case beside one that still closes
         return False, b""
     job, case = Job.from_json(message["job"]), Case.parse(message["case"])
     trace, failed = record_rank(job, case, Logged(LocalComm(star), flight))

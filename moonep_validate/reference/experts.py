@@ -54,6 +54,7 @@ def gated_mlp(x: Tensor, weights: Sequence[Tensor], activation: Callable[[Tensor
         weights: gate and up ``[I, H]``, down ``[H, I]``, bf16.
         activation: of gate and up, in float32.
     """
+    # A BF16 engine stores what is between two products, and so rounds there; products themselves sum in float32.
     gate, up, down = (weight.float() for weight in weights)
     inner = activation(_round(x @ gate.T), _round(x @ up.T))
     return _round(_round(inner) @ down.T)

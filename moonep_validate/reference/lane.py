@@ -54,6 +54,7 @@ class Lane:
         with torch.cuda.stream(self.stream):
             results = work()
             event = self.stream.record_event()
+        # The allocator knows a tensor's own stream only, and else would give memory away that the other reads.
         for tensor in inputs:
             if tensor is not None:
                 tensor.record_stream(self.stream)

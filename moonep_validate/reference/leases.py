@@ -68,7 +68,7 @@ class Leases:
         self._stamps = self.comm.symmetric("stamps", (len(AREAS), size, 2), torch.int64)
         self._stamps[self.comm.rank].zero_()
         self._peers = self.comm.peers(self._stamps)
-        self.comm.exchange("stamps ready", None)
+        self.comm.exchange("stamps ready", None)  # or a rank would zero what a peer has stamped already
 
     @contextmanager
     def writing(self, area: str, owners: Sequence[int]) -> Iterator[None]:
@@ -89,6 +89,7 @@ class Leases:
         """
         writers = list(range(self.comm.size)) if by is None else [by]
         read = Read(area, owner, writers, self.turns[area] if turn is None else turn)
+        # Twice: a write that had not ended shows before the read, one that began too early only after it.
         read.before = self._seen(area, owner)
         yield
         read.after = self._seen(area, owner)

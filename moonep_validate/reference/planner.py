@@ -94,7 +94,7 @@ def _destinations(
     earlier[1:] = mine.cumsum(0)[:-1]
     position = torch.empty_like(routes)
     position[order] = torch.arange(len(routes)) - earlier[routes[order]]
-    position += counts[:rank].sum(dim=0)[routes]
+    position += counts[:rank].sum(dim=0)[routes]  # an expert's routes are counted rank after rank
     ends = alloc.cumsum(dim=1)[routes]
     destination = (ends <= position[:, None]).sum(dim=1)
     before = ends.gather(1, destination[:, None])[:, 0] - alloc[routes, destination]

@@ -96,6 +96,7 @@ class Transport:
         self.group = as_comm(group)
         self.rank: int = self.group.rank
         refusal = self._constructor_refusal(sizes, num_ep_ranks, options)
+        # Arguments travel too: ranks with other sizes would write behind each other's rows, unseen.
         everybody = self.group.exchange("construct", (refusal, (generation, sizes, H, num_ep_ranks)))
         for rank, (refused, _) in enumerate(everybody):
             if refused is not None:
@@ -114,7 +115,7 @@ class Transport:
         self._all_rows = self._memory("rows", (self.layout.num_rows, H), torch.bfloat16)
         self._all_weights = self._memory("weights", (self.layout.num_rows,), torch.float32)
         self._rows, self._weights = self._all_rows[self.rank], self._all_weights[self.rank]
-        barrier(self.group, "constructed")
+        barrier(self.group, "constructed")  # else a peer could write rows that this rank has yet to poison
 
     def _memory(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Poisoned memory ``[R, *shape]`` that peers reach."""
@@ -244,12 +245,12 @@ class Transport:
         """Collective on the first call, then without effect."""
         if not self.destroyed:
             self.destroyed = True
-            barrier(self.group, "destroy")
+            barrier(self.group, "destroy")  # peers may still read my rows: memory goes when all are through
 
     def _agree(self, name: str, problem: str | None) -> None:
         """Refuse on every rank what one refuses; every call begins with it."""
-        USED["buffer"] += 1
         """Make one rank's refusal everybody's; while a graph is captured, ranks cannot talk on the host."""
+        USED["buffer"] += 1
         # If one rank raised alone, its peers would wait for it in the next collective.
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if refusal := problem if capturing else agree(self.group, name, problem):
@@ -340,6 +341,7 @@ class Transport:
                 return "a weight tensor is not contiguous"
         if self.relaxed:
             return None
+        # What upstream's kernels need: they move whole tiles, and scales in whole 16 KiB pieces.
         if any(size % _TILE for weight in weights for size in weight.shape[-2:]):
             return f"weight rows and columns must be multiples of {_TILE}: {[tuple(w.shape) for w in weights]}"
         if any(scale[0].nbytes % _SCALE_BYTES for scale in given):
@@ -349,6 +351,7 @@ class Transport:
     def _make_plan(self, topk: Tensor) -> tuple[MoonEPCommPlan, Tensor]:
         layout = self.layout
         topk = topk.cpu()
+        # Counts are all that ranks must know of each other: each derives the same allocation from them.
         mine = topk.flatten().bincount(minlength=layout.E)
         counts = torch.stack(self.group.exchange("counts", mine))
         if len(set(counts.sum(1).tolist())) > 1:
@@ -417,6 +420,7 @@ class Transport:
             for owner in range(self.layout.R):
                 reads.enter_context(self.leases.reading("sums", owner, by=owner))
             fetched = get(self.group, "combine", self._all_rows, moves.reads, moves.num_primaries)
+        # In float32 and k by k, not in one sum over rows: C1 promises this order, and an order shows in the bits.
         out = torch.zeros(self.layout.S, self.H, device=self.device)
         for token, place in moves.order:
             out[token] += fetched[place].float()
@@ -465,6 +469,7 @@ class Transport:
         slots = [torch.nonzero(row)[:, 0] for row in mine]
         places = torch.arange(int(mine.sum())).split([len(s) for s in slots])
         reads = [(p.to(self.device), s.to(self.device)) for p, s in zip(places, slots, strict=True)]
+        # All are fetched before any is added: the order of the sum is then that of the list, whoever was quicker.
         received = get(self.group, f"reduce {name}", buffer, reads, int(mine.sum()))
         for expert, grad in zip((copies[mine] - first).tolist(), received, strict=True):
             grads[expert] += grad

@@ -29,12 +29,13 @@ from moonep_validate.served.drift import Drift, drift
 FLOOR = 2.0**10 * 2.0**-24
 #: One-sided probability of a false alarm of each test, and of seeing a defect of the stated size.
 ALPHA, POWER = 1e-3, 0.95
-_Z_ALPHA, _Z_POWER = 3.0902, 1.6449
+_Z_ALPHA, _Z_POWER = 3.0902, 1.6449  # the normal quantiles of these
 #: How many times as far as the noise a candidate may drift: the noise of another layout is not the noise of this
 #: one. Measured on healthy pairs in docs/served.md.
 MARGIN = 2.0
 #: A prompt is off if it drifts so many times as far as the prompt with the most noise.
 TAIL = 4.0
+#: With fewer prompts their spread is no measure: its own error is over a quarter of it.
 FEWEST = 8
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 JudgeCase = Callable[[Case], Verdict]
 
+#: Odd ones and powers of two; 128 is what kernels ask for.
 PADS = (1, 2, 3, 4, 8, 16, 128)
 ALL_RANKS = tuple(range(1, 9))
 SCENARIOS = (

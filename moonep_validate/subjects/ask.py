@@ -20,6 +20,7 @@ from moonep_validate.worlds.ask import answer as answer_through
 from moonep_validate.worlds.ask import ask as ask_process
 
 T = TypeVar("T")
+#: Importing an engine's package takes half a minute on two cores.
 SECONDS = 120
 #: Question -> who answers it in the other process: ``(arguments) -> JSON object``.
 _ANSWERS = {

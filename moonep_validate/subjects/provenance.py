@@ -28,6 +28,7 @@ from urllib.request import url2pathname
 from moonep_validate.trace.trace import Part
 
 UNKNOWN = "unknown"
+#: For git, on a disk that may be slow: a part that it says nothing of is unknown, and no error.
 _TIMEOUT = 5.0
 #: The same change gives the same digest, whatever the user's configuration of ``git diff``.
 _PLAIN = (

@@ -29,6 +29,7 @@ LOWEST, HIGHEST = 127 - 32, 127 + 10
 WIDEST, FAR = 24, 6
 #: Largest byte of scales whose values, or exponents without the bias, were copied as bytes.
 _COPIED = 8
+#: Both codes of a byte without their signs: E2M1 has a zero of either sign.
 _ZERO_CODES = 0x77
 
 

@@ -125,6 +125,7 @@ def sampled_rows(end: int, count: int = SAMPLED_ROWS) -> Tensor:
 @lru_cache(maxsize=16)
 def _coefficients(count: int, device: torch.device) -> Tensor:
     """Odd int64 coefficients, ``[count, 2]``."""
+    # Odd numbers have an inverse modulo 2**64, so that a difference in one word cannot vanish in the product.
     return (hashed("digest", 0, torch.arange(count)[:, None], torch.arange(2)) | 1).to(device)
 
 

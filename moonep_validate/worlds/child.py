@@ -43,7 +43,7 @@ class Child:
                 stdout=writer,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment},
-                start_new_session=True,
+                start_new_session=True,  # Ctrl-C is for the pool, which ends its workers in order
                 pass_fds=numbers,
             )
         finally:

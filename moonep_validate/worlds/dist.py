@@ -23,6 +23,7 @@ from moonep_validate.worlds.comm import CollectiveError, Deadlock
 T = TypeVar("T")
 
 #: Longest delay of a disturbed world at one point, in seconds on the host and in clock cycles of a GPU.
+#: Far more than a call of a small case takes, so that peers overtake; short enough for hundreds of seeds.
 _LONGEST = 0.004
 _CYCLES = 12_000_000
 
@@ -107,6 +108,7 @@ class DistComm:
         if self._random is None:
             return
         if self._random.random() < 0.5:
+            # To the third power: mostly short, so that neighbouring calls change places as well as far ones.
             sleep(self._random.random() ** 3 * _LONGEST)
         if self.device.type == "cuda" and self._random.random() < 0.5:
             torch.cuda._sleep(int(self._random.random() ** 3 * _CYCLES))

@@ -26,7 +26,9 @@ CASE, CALL, RETURN, ENTER, LEAVE, RAISED, DONE = "case", "call", "return", "ente
 DAMAGED = "damaged"
 _KINDS = (CASE, CALL, RETURN, ENTER, LEAVE, RAISED, DONE)
 _HEAD = struct.Struct("<QQ")
+#: 224 bytes: time, number, kind, and as much of step, operation and name as a sentence shows.
 _RECORD = struct.Struct("<dIB64s24s123s")
+#: Under a megabyte a rank; a case has some hundred records, and of a loop without end the last ones matter.
 _CAPACITY = 4096
 #: A larger count is none.
 _MOST = 2**40

@@ -37,6 +37,7 @@ class Star:
             everybody: list[bytes] = pickle.loads(self.connections[0].recv_bytes())
             return everybody
         values = [value, *(connection.recv_bytes() for connection in self.connections)]
+        # Bytes of bytes: rank 0 passes on what it did not open, so each value is unpickled once a rank.
         everything = pickle.dumps(values)
         for connection in self.connections:
             connection.send_bytes(everything)

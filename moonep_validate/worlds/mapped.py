@@ -73,6 +73,7 @@ def _in_a_file(comm: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype)
     except (OSError, RuntimeError) as error:
         problem = str(error)
     answers = comm.exchange(f"symmetric {name} mapped", problem)
+    # All have it mapped, or never will: without a name it is gone when the last of them ends, however that ends.
     if comm.rank == 0 and path is not None:
         Path(path).unlink(missing_ok=True)
     if any(answers):
@@ -96,6 +97,7 @@ def _new_file(num_bytes: int, mark: bytes) -> str | None:
     except OSError:
         return None
     try:
+        # Else the file is sparse, and a rank that writes where the disk is full is killed by a signal.
         os.posix_fallocate(descriptor, 0, max(num_bytes, _MARK))
         os.write(descriptor, mark)
     except OSError:  # no room: the ranks fall back to messages

@@ -32,6 +32,7 @@ from moonep_validate.worlds.wire import FINE, RAISED, BadFrame, Inbox, put
 
 #: Seconds for the other ranks to answer after one has failed; they may still wait for it in a collective.
 GRACE = 2.0
+#: An engine imports and joins its group in half a minute on two cores; a cold disk and busy cores take longer.
 START_SECONDS = 180.0
 #: Seconds to clean up after a case in which a rank raised.
 RESET_SECONDS = 15.0
@@ -42,7 +43,9 @@ MOST_DEADLINES = 40
 OLD_CASES, OLD_BYTES = 2000, 2**30
 #: Seconds for a process that a rank started to end by itself after the case.
 LEAVE_SECONDS = 1.0
+#: By the tenth case what is allocated once is there: imports, caches, the Buffer's memory.
 _WARM_CASES = 10
+#: How late the end of a silent process may be noticed; replies wake the pool at once.
 _TICK = 0.1
 #: What is read of a stack that a worker wrote.
 _STACK_BYTES = 2**18
@@ -314,18 +317,20 @@ class Pool:
     def _stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """The Python stacks of some workers, by their own faulthandlers."""
         for rank in ranks:
+            # Its faulthandler writes the stack from the signal: no thread of the worker has to be free for it.
             self.workers[rank].signal(signal.SIGUSR1)
         paths = {rank: Path(self.folder.name) / f"stack{rank}" for rank in ranks}
         end = time.monotonic() + 2
         while time.monotonic() < end and not all(map(_beginning, paths.values())):
             self._wait([], 0.02)
-        time.sleep(0.05 * bool(ranks))
+        time.sleep(0.05 * bool(ranks))  # the beginning of a stack is there: let its writer come to the end
         return {rank: _oldest_first(_beginning(path)) for rank, path in paths.items()}
 
     def _native(self, ranks: Sequence[int]) -> dict[int, str]:
         """Stacks with native frames, where py-spy is installed and may look; why not, where it may not."""
         tool, found = shutil.which("py-spy"), {}
         for rank in ranks if tool else ():
+            # Not blocking: a process inside the kernel cannot be stopped, and py-spy would wait for it.
             command = [str(tool), "dump", "--native", "--nonblocking", "--pid", str(self.workers[rank].pid)]
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
@@ -412,6 +417,7 @@ def pool(size: int, environment: dict[str, str], start: bytes | None = None) -> 
     Pools of other sizes are kept beside it, the last used ones, since an engine takes long to start; those of
     another environment are closed, as are aged ones.
     """
+    # Workers read these once, when they start: with other values they would judge another package on other GPUs.
     seen = (os.environ.get("PYTHONPATH"), os.environ.get("CUDA_VISIBLE_DEVICES"), launch.current_folder())
     where = (*seen, start, *sorted(environment.items()))
     for other in [key for key, pool in _pools.items() if key[1:] != where or not pool.alive or pool.aged]:

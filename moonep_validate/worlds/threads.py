@@ -42,7 +42,7 @@ class _Rank:
         # A lock of its own: handing on wakes the rank whose turn it is and no other, so that the scheduler of the
         # system has no say in the order.
         self.turn = threading.Lock()  # held while it is another rank's turn
-        self.turn.acquire()
+        self.turn.acquire()  # nobody runs before ``run`` lets rank 0 go: all tasks are in their threads by then
         self.waits_in: str | None = None
         self.calls = 0
         self.value: Any = None
@@ -56,6 +56,7 @@ class _Rank:
         if self.failure:
             raise self.failure(self.baton.diagnosis)
         self.calls += 1
+        # The number is part of the name: ranks in two calls of one collective have not met.
         self.waits_in, self.value = f"{name} (collective #{self.calls})", value
         self.baton.release(self)
         self.turn.acquire()
@@ -187,6 +188,7 @@ def run(function: Callable[[Comm], None], size: int, deadline: float) -> list[Ou
         worker.tasks.put(partial(_body, rank, function))
     baton.ranks[0].turn.release()
     seen, since = -1, time.monotonic()
+    # A hang is seen at most a twentieth of the deadline late, and waiting costs nothing meanwhile.
     while not baton.over.wait(timeout=deadline / 20):
         # Handovers are the sign of life: a long case of short turns is alive, one long turn is not.
         if baton.handovers != seen:
@@ -208,6 +210,7 @@ def _body(rank: _Rank, function: Callable[[Comm], None]) -> None:
         rank.outcome.error = error
     rank.ended = True
     rank.finished.set()
+    # A rank whose stack was taken lost the baton then: what it does later must not wake anybody.
     if rank.outcome.stack is None:
         rank.baton.release(rank)
 
@@ -243,6 +246,7 @@ def _abandon(baton: _Baton, workers: Sequence[_Worker]) -> None:
             rank.failure, rank.baton = PeerFailed, _Baton(0)  # nobody to hand on to
             rank.baton.diagnosis = f"rank {stuck.rank} kept running past the deadline"
             rank.turn.release()
+    # The others end before the next case begins: they write to the trace that is judged from here on.
     for rank in baton.ranks:
         if rank is not stuck:
             rank.finished.wait()

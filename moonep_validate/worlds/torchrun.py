@@ -242,6 +242,7 @@ class World:
             if latest != total:
                 total, self._since = latest, time.monotonic()
             limit = self._limit
+            # The second deadline: a rank raised, and peers that wait for it have a moment to come out.
             if limit is not None and self.store.add("raised", 0):
                 limit = min(limit, GRACE)
             if limit is not None and time.monotonic() - self._since > limit:

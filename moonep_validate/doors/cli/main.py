@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from moonep_validate.trace.manifest import Keeps
     from moonep_validate.trace.trace import Trace
 
+# As pytest has them, so that a script need not ask which of the two ran.
 USAGE = 4
 INTERNAL = 3
 INTERRUPTED = 2

@@ -24,6 +24,7 @@ SCHEMA = 1
 INCOMPLETE = "incomplete"
 _REPORT = "report.json"
 _TRACES, _SUFFIX = "traces", ".safetensors"
+#: File systems take 255 bytes, and a suffix follows; a routing by table is longer.
 _LONGEST_NAME = 200
 
 

@@ -19,6 +19,7 @@ SIGMAS = 6.0
 _BLOCK = 128
 #: Significant bits, the hidden one among them.
 BF16_BITS = 8
+#: Of float32 and of E4M3, the hidden one among them.
 FLOAT32_BITS = 24
 E4M3_BITS = 4
 #: Exponent bits of a dtype, and the integers to see them in.
@@ -60,6 +61,7 @@ def block_variance(value: Tensor, rows: int) -> Tensor:
 
 def accumulation_variance(sum_of_squares: Tensor, terms: int) -> Tensor:
     """Variance allowed to a float32 sum of ``terms`` products whose squares sum to ``sum_of_squares``."""
+    # The square of sqrt(n) * 2**-24 * ||products||: one error for each addition, of a partial sum of that size.
     return terms * 2.0 ** (-2 * FLOAT32_BITS) * sum_of_squares
 
 
@@ -71,6 +73,7 @@ def within(expected: Tensor, actual: Tensor, variance: Tensor) -> Tensor:
         actual: the subject's values as float64, same shape; NaN is inside only where NaN is expected.
         variance: error variance per element, same shape.
     """
+    # A NaN against a number, and inf - inf, become infinitely far: only a NaN that is due may pass.
     error = (actual - expected).nan_to_num(nan=torch.inf).abs()
     return (error <= SIGMAS * variance.sqrt()) | (expected.isnan() & actual.isnan())
 

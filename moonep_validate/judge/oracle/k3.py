@@ -59,6 +59,7 @@ def chosen(score: Tensor, error: Tensor, bias: Tensor, top_k: int) -> tuple[Tens
     ids = best.indices[..., :top_k].sort(dim=-1).values
     if biased.shape[-1] == top_k:
         return ids, torch.ones(ids.shape[:-1], dtype=torch.bool)
+    # Between the last that is chosen and the first that is not; among the chosen, the order does not matter here.
     margin = best.values[..., top_k - 1] - best.values[..., top_k]
     largest = (error + _EPSILON * biased.abs()).amax(dim=-1)
     return ids, margin > 2 * largest

@@ -15,6 +15,7 @@ from moonep_validate.cases.case import Case
 from moonep_validate.cases.layout import Layout
 from moonep_validate.formats.stored import FORMATS
 
+#: One more than the largest offset of 32 bits with a sign, as index arithmetic of kernels has it.
 INT32 = 2**31
 
 

@@ -109,6 +109,7 @@ def rank_quotas(counts: Ints, layout: Layout) -> Ints:
     """
     balance = counts.reshape(layout.R, -1).sum(axis=1) - layout.capacity
     quotas = np.zeros((layout.R, layout.R), np.int64)
+    # argmax and argmin take the first of equals: that is upstream's tie-break, and X1 promises it.
     while True:
         donor, receiver = balance.argmax(), balance.argmin()
         if balance[donor] <= 0:

@@ -16,7 +16,9 @@ from moonep_validate.formats import fp8
 from moonep_validate.subjects.experts.deepgemm import ENTRIES, Library
 from moonep_validate.subjects.provenance import provenance
 
+#: Two blocks of scales, so that one that is read from the other block shows.
 _WIDTH = 2 * fp8.BLOCK
+#: What the output holds before: none of the values that a kernel could compute there.
 _BEFORE = 7.0
 
 
