@@ -54,6 +54,7 @@ class Finding:
         place: where the first (or worst) difference is: rank, row, token, expert, ...
         expected, actual: both values there, as text.
         count: how many elements differ.
+        spread: where they all lie, see spread.py; None where nobody could tell.
     """
 
     what: str
@@ -61,6 +62,7 @@ class Finding:
     expected: str
     actual: str
     count: int = 1
+    spread: Mapping[str, Any] | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         where = ", ".join(f"{axis.replace('_', ' ')} {index}" for axis, index in self.place.items())

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from moonep_validate.doors.report.files import OutputFolder
     from moonep_validate.doors.report.summary import Summary
     from moonep_validate.pipeline.job import Job
+    from moonep_validate.trace.trace import Trace
 
 AllChecks = Annotated[bool, typer.Option("--all-checks", help="A row for each check, and the idle ones by name.")]
 
@@ -126,22 +127,25 @@ def judge_all(
                     terminal.show_evidence(progress.console, trace)
                 summary.verdicts.append(verdict)
                 progress.advance(task)
-                if folder:
-                    folder.write_report(summary, trace.subject)
+                _keep(folder, summary, trace)
                 if not verdict.ok and verdict.status != "not_run":
                     terminal.show_problem(progress.console, verdict)
         summary.ended = True
-        if folder:
-            folder.write_report(summary, trace.subject if trace else "")
+        _keep(folder, summary, trace)
         if shrink_seconds and job:
             from moonep_validate.doors.cli.smallest import show_smallest
 
             show_smallest(summary, job, shrink_seconds)
+            _keep(folder, summary, trace)
     except KeyboardInterrupt:
         interrupts.ending()
         summary.interrupted = True
-        if folder:
-            folder.write_report(summary, trace.subject if trace else "")
+        _keep(folder, summary, trace)
     terminal.show_table(console, summary, all_checks)
     terminal.show_verdict(console, summary, trace, time.monotonic() - start)
     return summary
+
+
+def _keep(folder: OutputFolder | None, summary: Summary, trace: Trace | None) -> None:
+    if folder:
+        folder.write_report(summary, trace.subject if trace else "")

@@ -25,6 +25,7 @@ def show_smallest(summary: Summary, job: Job, seconds: float) -> None:
     failed = failures[0]
     with console.status("looking for the smallest failing case"):
         text = _alone(job, failed, seconds) or _after_others(job, failed, summary.verdicts, seconds)
+    summary.smallest = text, str(failed.case)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

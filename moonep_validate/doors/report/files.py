@@ -66,6 +66,7 @@ class OutputFolder:
             "exit_code": summary.exit_code if summary.ended else INTERRUPTED,
             "planned": summary.planned,
             "unmet": summary.missed,
+            "smallest": summary.smallest,
             "checks": {c.id: {"name": c.name, "stage": c.stage, "promise": c.promise} for c in CHECKS.values()},
         }
         head = json.dumps(data)[:-1]

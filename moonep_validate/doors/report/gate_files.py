@@ -1,4 +1,4 @@
-"""What does a gate leave? report.json and junit.xml over all its runs, beside a folder a run, as ``run --out``."""
+"""What does a gate leave? Reports over all its runs, beside a folder a run, as ``run --out`` makes it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from moonep_validate.doors.report.baseline import Change
 from moonep_validate.doors.report.files import ours, replace_file
 from moonep_validate.doors.report.junit import junit
 from moonep_validate.doors.report.outcome import Outcome
+from moonep_validate.doors.report.page import page
 
-_REPORT, _JUNIT = "report.json", "junit.xml"
+_REPORT, _JUNIT, _PAGE = "report.json", "junit.xml", "report.html"
 
 
 class GateFolder:
@@ -31,7 +32,8 @@ class GateFolder:
             if report.exists() and not ours(report):
                 raise CaseError(f"--out {path} cannot be used: {report} was not written by a run, and stays")
             replace_file(report, Outcome("", "incomplete", 2).to_text().encode())
-            (path / _JUNIT).unlink(missing_ok=True)
+            for old in (_JUNIT, _PAGE):
+                (path / old).unlink(missing_ok=True)
         except OSError as error:
             raise CaseError(f"--out {path} cannot be used: {error.strerror}") from None
 
@@ -39,6 +41,7 @@ class GateFolder:
         """All files; one that cannot be written is noted, and the others are."""
         self._put(_REPORT, outcome.to_text().encode())
         self._put(_JUNIT, junit(outcome, change.tolerated))
+        self._put(_PAGE, page(outcome).encode())
 
     def _put(self, name: str, data: bytes) -> None:
         try:

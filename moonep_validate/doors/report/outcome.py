@@ -23,7 +23,7 @@ from moonep_validate.trace.trace import Part, TraceError
 SCHEMA, KIND = 1, "outcome"
 GATES = ("failed", "hung", "unknown", "error", "vacuous", "not_exercised")
 #: What is kept of a case that went wrong.
-_PROBLEMS, _FINDINGS = 12, 4
+_PROBLEMS, _FINDINGS = 12, 8
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,7 @@ class RunTold:
         planned: cases that were to run.
         unmet: demands that were not met; why cases were left out.
         evidence: who ran.
+        smallest: how the first failure can be had again, tried; ``smallest_of`` is the case that failed.
     """
 
     name: str
@@ -141,6 +142,8 @@ class RunTold:
     unmet: list[str] = field(default_factory=list)
     seconds: float = 0.0
     evidence: list[Evidence] = field(default_factory=list)
+    smallest: str = ""
+    smallest_of: str = ""
 
     @property
     def level(self) -> str:
@@ -288,6 +291,7 @@ def run_told(name: str, title: str, report: Mapping[str, Any]) -> tuple[RunTold,
         list(report.get("unmet", [])),
         round(sum(case.seconds for case in cases), 3),
         evidence_of(report["cases"]),
+        *report.get("smallest", ("", "")),
     )
     return told, cases
 
@@ -337,6 +341,7 @@ class _Report:
     cases: list[dict[str, Any]]
     checks: dict[str, dict[str, str]] = field(default_factory=dict)
     unmet: list[str] = field(default_factory=list)
+    smallest: tuple[str, str] = ("", "")
 
 
 def _of_run(file: Path, report: _Report, name: str) -> Outcome:

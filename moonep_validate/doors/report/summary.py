@@ -45,6 +45,7 @@ class Summary:
         interrupted: whether the user, or a signal, stopped it.
         ended: whether no more verdicts come; until then a report of it is no pass.
         cut: why the rest of the cases was left out, or empty; a run that was cut is no pass.
+        smallest: how the first failure can be had again, and its case; empty where nobody looked.
     """
 
     planned: int
@@ -54,6 +55,7 @@ class Summary:
     require: Sequence[str] = ()
     ended: bool = False
     cut: str = ""
+    smallest: tuple[str, str] = ("", "")
 
     @property
     def status(self) -> str:

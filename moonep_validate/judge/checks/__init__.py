@@ -20,6 +20,7 @@ from moonep_validate.judge.facts import Absent, Missing, Step, Undecided
 from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.registry import CHECKS as CHECKS
 from moonep_validate.judge.registry import Check as Check
+from moonep_validate.judge.spread import spread
 from moonep_validate.judge.verdict import Finding, Result
 from moonep_validate.trace.recording import Recording, is_digest
 from moonep_validate.trace.trace import Trace, bits, same_bits
@@ -130,7 +131,9 @@ def differ(what: str, expected: Any, actual: Any, place: Place, bad: Any = None)
         return Compared(want.size)
     where = np.argwhere(wrong)
     first = tuple(int(i) for i in where[0])
-    return Compared(want.size, (Finding(what, place(first), _text(want[first]), _text(got[first]), len(where)),))
+    seen = spread(wrong.shape, where, place)
+    found = Finding(what, place(first), _text(want[first]), _text(got[first]), len(where), seen)
+    return Compared(want.size, (found,))
 
 
 def differ_bits(what: str, expected: Tensor, actual: Tensor, place: Place) -> Compared:
