@@ -170,7 +170,7 @@ class Step:
             call, (layout, rows) = self.call(op, rank), self._sizes[rank]
             noted = call.info.get("forms", {})
             called = Called(self.case, layout, rows, self.by_engine, call.info, noted)
-            recording = Recording.parse(self.trace.keep)
+            recording = Recording.parse(self.trace.recording)
             self._misfits[op, rank] = misfits(op, expected(op, called), call, recording)
         return self._misfits[op, rank]
 

@@ -41,7 +41,7 @@ def judge(trace: Trace, checks: Sequence[Check] | None = None) -> Verdict:
     counts = count_witnesses(trace.case, steps.values())
     vacuous = vacuous_reasons(trace.case, steps.values(), counts)
     if checks is None:
-        stages = bare(trace.case, results, Recording.parse(trace.keep))
+        stages = bare(trace.case, results, Recording.parse(trace.recording))
         vacuous += [f"stage {stage} was called, and no check compared anything there" for stage in stages]
     return Verdict(
         case=trace.case,
@@ -54,5 +54,5 @@ def judge(trace: Trace, checks: Sequence[Check] | None = None) -> Verdict:
         errors=trace.errors,
         autopsy=trace.autopsy,
         reproducer=trace.reproducer,
-        recording=trace.keep,
+        recording=trace.recording,
     )

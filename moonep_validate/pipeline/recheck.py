@@ -50,7 +50,7 @@ def skipped(trace: Trace) -> str:
 
 def _reference(trace: Trace) -> Job:
     faults = tuple(map(parse_fault, trace.faults))
-    return Job(faults=faults, recording=trace.keep)
+    return Job(faults=faults, recording=trace.recording)
 
 
 def _difference(trace: Trace, due: Trace) -> str:

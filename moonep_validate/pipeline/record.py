@@ -31,7 +31,7 @@ def open_trace(job: Job, case: Case) -> Trace:
         proves=subject.proves,
         leaves_open=subject.leaves_open,
         reproducer=job.reproducer,
-        keep=job.recording,
+        recording=job.recording,
         layer_door=job.target.kind.layer_door,
         faults=[str(fault) for fault in job.faults],
     )

@@ -134,7 +134,7 @@ def _plan_trace(case: Case) -> Trace:
             **_duplicate_lists(plan, rank),
         }
         call = Call("base", "dispatch", done=True)
-        call.keep(**tensors)  # their form too: a tensor without one cannot be judged
+        call.put_as_is(**tensors)  # their form too: a tensor without one cannot be judged
         trace.calls.append([call])
     return trace
 

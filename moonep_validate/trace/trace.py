@@ -35,7 +35,7 @@ from moonep_validate.worlds.comm import Abandoned, PeerFailed
 
 FORMAT = 4
 _KEY, _SEAL = "moonep_validate", "seal"
-_TEXTS = ("proves", "leaves_open", "not_run", "reproducer", "keep")
+_TEXTS = ("proves", "leaves_open", "not_run", "reproducer")
 #: Bytes of a trace file, and of its header (safetensors has the same limit).
 MAX_BYTES, MAX_HEADER = 2**36, 10**8
 #: Elements of all empty tensors, as if their empty axes were 1.
@@ -92,8 +92,8 @@ class Call:
                 self.tensors |= self._copied(name, tensor)
                 self.note(**{name: tensor})
 
-    def keep(self, **tensors: Tensor) -> None:
-        """Keep tensors that nothing changes afterwards, without a copy, and their form."""
+    def put_as_is(self, **tensors: Tensor) -> None:
+        """Put tensors that nothing changes afterwards: without a copy, and their form."""
         self.note(**tensors)
         for name, tensor in tensors.items():
             self.tensors |= self.recording.of(name, tensor.detach())
@@ -229,7 +229,7 @@ class Trace:
         proves, leaves_open: what a pass of this trace means, and what it does not say.
         not_run: why the subject did not run the case, or empty.
         reproducer: the options beside ``--case`` that reproduce this trace, e.g. ``--fault slot-not-filled``.
-        keep: how much was recorded, a text of ``Recording``.
+        recording: how much was recorded, a text of ``Recording``; the byte format calls it ``keep``.
         layer_door: whether the subject was judged at an engine's own layer; its batches are then the engine's.
         faults: that were seeded.
         said: in what one rank sends, its word on the parts that it imported.
@@ -248,7 +248,7 @@ class Trace:
     leaves_open: str = ""
     not_run: str = ""
     reproducer: str = ""
-    keep: str = "full"
+    recording: str = "full"
     layer_door: bool = False
     faults: list[str] = field(default_factory=list)
     said: list[Said] = field(default_factory=list)
@@ -292,6 +292,7 @@ class Trace:
             "faults": self.faults,
             "said": [asdict(word) for word in self.said],
             **{name: getattr(self, name) for name in _TEXTS},
+            "keep": self.recording,
         }
         text = json.dumps(head)
         self.seal = _seal(text, tensors) if sealed else ""
@@ -374,6 +375,7 @@ class Trace:
             layer_door=head.layer_door,
             faults=head.faults,
             said=head.said,
+            recording=head.keep,
             **{name: getattr(head, name) for name in _TEXTS},
         )
 

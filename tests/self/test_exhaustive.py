@@ -381,7 +381,7 @@ def planned_step(topk: Ints, layout: Layout) -> Step:
             "dup_counts": dup_counts,
             **{name: tensor for name, tensor in vars(plan).items() if name != "raw"},
         }
-        call.keep(**tensors)  # their form too: a tensor without one cannot be judged
+        call.put_as_is(**tensors)  # their form too: a tensor without one cannot be judged
         calls.append([call])
     part = Part("reference", "moonep_validate.reference", "0", policy="upstream")
     return Step(Trace(case_of(topk, layout), "planner", calls, {"plan": part}), "base")

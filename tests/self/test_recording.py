@@ -70,7 +70,7 @@ def test_unknown_policies_are_refused(text: str) -> None:
 def test_right_code_passes_and_what_needs_more_says_so(keep: str, generation: str) -> None:
     trace, verdict = run_case(make_job(Options(record=keep)), CASE.but(generation=generation))
     assert verdict.ok, verdict.diagnosis
-    assert trace.keep == keep
+    assert trace.recording == keep
     by_check = {result.check: result for result in verdict.results if result.step == "base"}
     for id, check in CHECKS.items():
         if not Recording.parse(keep).reaches(check.needs) and id in by_check:

@@ -66,9 +66,9 @@ def run_check(check: Check, step: Step, trace: Trace) -> Result:
         "level": part.level,
         "gates": gates,
     }
-    kept = Recording.parse(trace.keep)
+    kept = Recording.parse(trace.recording)
     if not kept.reaches(check.needs):
-        reason = f"it needs --record {check.needs}, the recorder kept {trace.keep}"
+        reason = f"it needs --record {check.needs}, the recorder kept {trace.recording}"
         return Result(**result, status="not_applicable", reason=reason)
     try:
         compared = _compared(check, step)

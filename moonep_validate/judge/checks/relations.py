@@ -74,7 +74,7 @@ def _judge(step: Step, base: Step, relation: Relation, stage: str, taps: list[st
         reason = f"the checker raised {type(error).__name__}: {error}"
         return Result(relation.id, stage, step.name, "unknown", level, reason=reason)
     examined = sum(c.examined for c in compared)
-    if not examined and trace.keep == "plan":
+    if not examined and trace.recording == "plan":
         reason = "the recorder kept the plan only"
         return Result(relation.id, stage, step.name, "not_applicable", level, reason=reason)
     findings = tuple(finding for c in compared for finding in c.findings)
@@ -110,8 +110,8 @@ def _called_in_both(step: Step, base: Step, op: str) -> None:
 
 def _compare_valid(step: Step, base: Step, name: str, what: str) -> Compared:
     """Rows of experts that were called alone; the others are undefined, and every rank has as many as it likes."""
-    if not Recording.parse(step.trace.keep).full:
-        raise Absent(f"it needs --record full, the recorder kept {step.trace.keep}")
+    if not Recording.parse(step.trace.recording).full:
+        raise Absent(f"it needs --record full, the recorder kept {step.trace.recording}")
     valid = [base.one("experts", rank, "valid") for rank in range(base.case.R)]
     place = [(rank, int(row)) for rank, mask in enumerate(valid) for row in mask.nonzero()[:, 0]]
     want, got = (
@@ -122,8 +122,8 @@ def _compare_valid(step: Step, base: Step, name: str, what: str) -> Compared:
 
 def _compare_moved(step: Step, relation: Relation, op: str, name: str) -> Compared:
     """Compare tokens with those that the relation names, or with sums of them, see ``trace.Relation``."""
-    if relation.terms and not Recording.parse(step.trace.keep).reaches("columns"):
-        raise Absent(f"sums need --record columns, the recorder kept {step.trace.keep}")
+    if relation.terms and not Recording.parse(step.trace.recording).reaches("columns"):
+        raise Absent(f"sums need --record columns, the recorder kept {step.trace.recording}")
     got = step.tap(op, name)
     ranks, tokens = got.shape[:2]
     here = torch.arange(ranks * tokens).view(ranks, tokens)

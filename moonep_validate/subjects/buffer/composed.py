@@ -362,7 +362,7 @@ class ComposedSession:
             if flags.get("async_finish"):
                 self._wait(out[2])
             call.put(topk_weights=out[1])
-            call.keep(hidden=out[0])
+            call.put_as_is(hidden=out[0])
             if flags.get("zero_copy"):  # the rows change by contract
                 call.put(after_rows=rows)
             else:

@@ -57,7 +57,7 @@ class RoutedSession(ComposedSession):
     def route(self, step: str, hidden: Tensor, weights: ModelWeights) -> tuple[Tensor, Tensor]:
         """Expert ids int32 and route weights float32, both ``[S, K]``."""
         with self.rig.recorder.call(step, "router") as call:
-            call.keep(hidden=hidden, gate=weights.gate, bias=weights.bias)
+            call.put_as_is(hidden=hidden, gate=weights.gate, bias=weights.bias)
             ids, route_weights = self._part["router"](hidden, weights.gate, weights.bias, self.case.K)
             call.put(ids=ids, weights=route_weights)
         return ids, route_weights
@@ -65,7 +65,7 @@ class RoutedSession(ComposedSession):
     def project(self, step: str, hidden: Tensor, weights: ModelWeights) -> Tensor:
         """Latent tokens ``[S, H]`` bf16."""
         with self.rig.recorder.call(step, "latent") as call:
-            call.keep(hidden=hidden, weight=weights.latent)
+            call.put_as_is(hidden=hidden, weight=weights.latent)
             latent: Tensor = self._part["latent"](hidden, weights.latent)
             call.put(out=latent)
         return latent
@@ -81,8 +81,8 @@ class RoutedSession(ComposedSession):
     def shared(self, step: str, hidden: Tensor, weights: ModelWeights) -> Tensor:
         """The shared expert's ``[S, M]`` bf16."""
         with self.rig.recorder.call(step, "shared") as call:
-            call.keep(hidden=hidden)
-            call.keep(**dict(zip(("gate", "up", "down"), weights.shared, strict=True)))
+            call.put_as_is(hidden=hidden)
+            call.put_as_is(**dict(zip(("gate", "up", "down"), weights.shared, strict=True)))
             shared: Tensor = self._part["shared"](hidden, weights.shared)
             call.put(out=shared)
         return shared
@@ -91,7 +91,7 @@ class RoutedSession(ComposedSession):
         """The layer's output ``[S, M]`` bf16."""
         with self.rig.recorder.call(step, "output") as call:
             call.put(normed=normed, shared=shared)
-            call.keep(weight=weights.up)
+            call.put_as_is(weight=weights.up)
             up, out = self._part["output"](normed, weights.up, shared)
             call.put(up=up, out=out)
         result: Tensor = out

@@ -113,7 +113,7 @@ class LayerSession:
                 )
             whole = torch.full((self.case.S, self.case.H), float("nan"), dtype=out.dtype)
             whole[:tokens] = out
-            call.keep(out=whole)
+            call.put_as_is(out=whole)
         return whole
 
     def _run(self, layer: MoELayer, batch: Batch, counts: list[int]) -> Tensor:
