@@ -57,7 +57,11 @@ def test_vacuous_fails_and_not_run_skips_with_its_reason(consumer: pytest.Pytest
     ("option", "value", "message"),
     [
         ("--moonep-case", "genB+R2", "ERROR: case 'genB+R2' lacks E, K, S*"),
-        ("--moonep-profile", "smok", "ERROR: unknown profile 'smok'; known: default, engine, smoke, multigpu, sizes"),
+        (
+            "--moonep-profile",
+            "smok",
+            "ERROR: unknown profile 'smok'; known: default, engine, smoke, multigpu, sizes",
+        ),
         ("--moonep-fault", "slot", "ERROR: unknown fault 'slot'*"),
         ("--moonep-module", "json", "ERROR: --moonep-module json has no class Buffer*"),
     ],
