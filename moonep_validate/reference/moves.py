@@ -51,13 +51,14 @@ def moves_of(plan: Any, rank: int, device: torch.device) -> Moves:
     tensors = [value for value in vars(plan).values() if isinstance(value, Tensor)]
     if any(tensor.is_inference() for tensor in tensors):  # these do not count their changes
         return _derive(plan, rank, device)
-    versions = tuple(tensor._version for tensor in tensors)
+    # A copy of a plan brings the moves along, and may have other tensors, as engines give them to prefetch (W6).
+    state = [(id(tensor), tensor._version) for tensor in tensors]
     kept = vars(plan).get("_moves")
-    if kept and kept[0] == versions:
-        moves: Moves = kept[1]
+    if kept and kept[0] == state:
+        moves: Moves = kept[2]
         return moves
     moves = _derive(plan, rank, device)
-    object.__setattr__(plan, "_moves", (versions, moves))
+    object.__setattr__(plan, "_moves", (state, tensors, moves))  # the tensors too: no other gets the id of one
     return moves
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -350,7 +351,13 @@ def test_what_is_derived_from_a_plan_follows_its_tensors(inference: bool) -> Non
         for destination in (5, 5, 6):
             plan.dst.fill_(destination)
             rows.append([row.tolist() for _, row in moves_of(plan, 0, torch.device("cpu")).weights])
+        changed = copy(plan)  # with row numbers in place of ids, as prefetch gets it
+        object.__setattr__(changed, "experts_to_copy", torch.tensor([[-1], [0]], dtype=torch.int32))
+        pushed = [
+            [slot.tolist() for slot, _ in moves_of(one, 0, torch.device("cpu")).pushes] for one in (plan, changed)
+        ]
     assert rows == [[[], [1]], [[], [1]], [[], [2]]]
+    assert pushed == [[[], []], [[], [0]]]
 
 
 @pytest.fixture
