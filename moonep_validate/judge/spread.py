@@ -53,7 +53,7 @@ def _names(where: npt.NDArray[Any], place: Callable[..., Mapping[str, int]]) -> 
         ]
         # several fit where all points agree; names are in the order of the axes, the fixed ones first
         name = fits[len(fits) - (where.shape[1] - axis)] if len(fits) >= where.shape[1] - axis else None
-        names.append((name or next(iter(fits), f"axis {axis}")).replace("_", " "))
+        names.append((name or next(iter(fits), "block")).replace("_", " "))
         taken.add(names[-1].replace(" ", "_"))
     return names
 

@@ -6,12 +6,11 @@ import re
 import time
 from dataclasses import replace
 from html.parser import HTMLParser
-from typing import Any
 
 import pytest
 
 from moonep_validate.doors.report import plots
-from moonep_validate.doors.report.outcome import CaseTold, Outcome, Problem, RunTold, case_told, run_told
+from moonep_validate.doors.report.outcome import Outcome, Problem, RunTold, case_told, run_told
 from moonep_validate.doors.report.page import page
 from moonep_validate.faults import parse_fault
 from moonep_validate.judge.checks import CHECKS
@@ -164,9 +163,5 @@ def test_pictures_of_plans_are_to_scale() -> None:
     assert heights[0] == pytest.approx(3 * heights[2], abs=0.2)
     assert heights[1] == heights[3] == pytest.approx(2 * heights[2], abs=0.2)
     assert len(re.findall("<rect", plots.ranks([1] * 896, [1] * 896, "t"))) == 64, "many ranks are binned"
-    assert plots.max_vio(case(before=[30, 10])) == 0.5
+    assert plots.max_vio([30, 10]) == 0.5
     assert len(re.findall("<circle", plots.over_max_vio([(1, 1)] * 99 + [(2, 2)], "t"))) == 2
-
-
-def case(**balance: Any) -> CaseTold:
-    return told(balance=balance)

@@ -21,6 +21,7 @@ from moonep_validate.doors.cli import formats as commands_formats
 from moonep_validate.doors.cli import gate as commands_gate
 from moonep_validate.doors.cli import mutate as commands_mutate
 from moonep_validate.doors.cli import plan as commands_plan
+from moonep_validate.doors.cli import report as commands_report
 from moonep_validate.doors.cli import served as commands_served
 from moonep_validate.doors.cli import worlds as commands_worlds
 from moonep_validate.doors.cli.loop import AllChecks, job_and_cases, judge_all, opened, profile_of, required
@@ -222,6 +223,7 @@ def cases(
 
 
 app.command()(commands_gate.gate)
+app.command()(commands_report.report)
 app.command()(commands_formats.checkpoint)
 app.command()(commands_formats.memory)
 app.command()(commands_served.compare)

@@ -15,6 +15,7 @@ from moonep_validate.cases.layout import Layout
 from moonep_validate.doors.cli.options import console, one_of
 
 if TYPE_CHECKING:
+    from moonep_validate.doors.report.plan_page import Drawn
     from moonep_validate.tools.plan_input import Planned
 
 
@@ -26,6 +27,7 @@ def plan(
         Path | None, typer.Option("--input", help="JSON Lines, one routing a line, or - for standard input.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="One line of JSON per routing.")] = False,
+    html: Annotated[Path | None, typer.Option("--html", help="A page to write, in place of the tables.")] = None,
     hidden: Annotated[
         int | None, typer.Option(min=1, help="Hidden size of an expert [case's H, or 3584].")
     ] = None,
@@ -35,6 +37,9 @@ def plan(
     weight_format: Annotated[str, typer.Option("--format", help="Weight format, a word of a case.")] = "bf16",
 ) -> None:
     """Show what MoonEP will do with a routing."""
+    if json and html:
+        raise CaseError("--json and --html: give one of them")
+    from moonep_validate.doors.report.plan_page import Drawn
     from moonep_validate.doors.report.plan_table import show_plan
     from moonep_validate.formats.stored import FORMATS
     from moonep_validate.judge.oracle.statistics import plan_stats
@@ -47,18 +52,34 @@ def plan(
     size = FORMATS[weight_format].expert_bytes(
         hidden or (whole.H if whole else 3584), intermediate or (whole.I if whole else 3072)
     )
+    drawn: list[Drawn] = []
     with _opened(input) as source:
         layout = Layout.of(whole) if whole else None
         for number, one, remark in (
             [_of_case(whole)] if source is None else read_routings(source, str(input), layout)
         ):
-            stats = plan_stats(one, size)
-            if json:
+            stats, name = plan_stats(one, size), f"line {number}" if number else str(whole)
+            if html:
+                drawn.append(Drawn(name, one, stats))
+            elif json:
                 sys.stdout.write(plan_json(one, stats) + "\n")
             else:
-                show_plan(console, one, stats, f"line {number}" if number else str(whole))
+                show_plan(console, one, stats, name)
             if remark:
                 sys.stderr.write(f"moonep-validate: line {number}: {remark}\n")
+    if html:
+        _write(html, drawn)
+
+
+def _write(out: Path, drawn: list[Drawn]) -> None:
+    """The page of all plans, if there is any."""
+    if not drawn:
+        raise CaseError("--html: there is no routing to draw")
+    from moonep_validate.doors.cli.report import write_page
+    from moonep_validate.doors.report.plan_page import plan_page
+
+    write_page(out, plan_page(drawn))
+    console.print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from moonep_validate import __version__
 from moonep_validate.cases.case import Case
+from moonep_validate.doors.report.environment import environment
 from moonep_validate.doors.report.summary import INTERRUPTED, Summary
 from moonep_validate.judge.checks import CHECKS
 from moonep_validate.judge.verdict import Verdict
@@ -23,6 +24,8 @@ from moonep_validate.trace.trace import Trace, TraceError
 SCHEMA = 1
 INCOMPLETE = "incomplete"
 _REPORT = "report.json"
+#: What comes before the digest at the end of a report.
+DIGEST = b',\n"digest": "'
 _TRACES, _SUFFIX = "traces", ".safetensors"
 #: File systems take 255 bytes, and a suffix follows; a routing by table is longer.
 _LONGEST_NAME = 200
@@ -65,13 +68,15 @@ class OutputFolder:
             "interrupted": summary.interrupted,
             "exit_code": summary.exit_code if summary.ended else INTERRUPTED,
             "planned": summary.planned,
+            "environment": environment(),
             "unmet": summary.missed,
             "smallest": summary.smallest,
             "checks": {c.id: {"name": c.name, "stage": c.stage, "promise": c.promise} for c in CHECKS.values()},
         }
         head = json.dumps(data)[:-1]
+        text = f'{head}, "cases": [\n{self._cases(summary.verdicts)}\n]}}\n'
         with self._writing(self.path / _REPORT) as path:
-            replace_file(path, f'{head}, "cases": [\n{self._cases(summary.verdicts)}\n]}}\n'.encode())
+            replace_file(path, sealed(text) if summary.ended else text.encode())
 
     def _cases(self, verdicts: Sequence[Verdict]) -> str:
         """Verdicts as JSON, one a line; each is put into words once, not after every case that follows."""
@@ -106,6 +111,12 @@ class OutputFolder:
             self.lost = (
                 self.lost or f"{path} cannot be written: {error.strerror}; what {self.path} holds is not whole"
             )
+
+
+def sealed(text: str) -> bytes:
+    """A JSON object with a digest of everything before it as its last value; see seals.py."""
+    body = text.rstrip().removesuffix("}").rstrip().encode()
+    return body + DIGEST + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
 
 
 def replace_file(path: Path, data: bytes) -> None:

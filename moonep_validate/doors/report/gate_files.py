@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from moonep_validate.cases.case import CaseError
 from moonep_validate.doors.report.baseline import Change
-from moonep_validate.doors.report.files import ours, replace_file
+from moonep_validate.doors.report.environment import environment
+from moonep_validate.doors.report.files import ours, replace_file, sealed
 from moonep_validate.doors.report.junit import junit
 from moonep_validate.doors.report.outcome import Outcome
 from moonep_validate.doors.report.page import page
+from moonep_validate.doors.report.seals import folder_digests
 
 _REPORT, _JUNIT, _PAGE = "report.json", "junit.xml", "report.html"
 
@@ -39,7 +42,10 @@ class GateFolder:
 
     def write(self, outcome: Outcome, change: Change) -> None:
         """All files; one that cannot be written is noted, and the others are."""
-        self._put(_REPORT, outcome.to_text().encode())
+        folders = {run.name: self.path / run.name for run in outcome.runs if (self.path / run.name).is_dir()}
+        digests = {name: folder_digests(folder) for name, folder in folders.items()}
+        outcome = replace(outcome, environment=environment(), folders=digests)
+        self._put(_REPORT, sealed(outcome.to_text()))
         self._put(_JUNIT, junit(outcome, change.tolerated))
         self._put(_PAGE, page(outcome).encode())
 

@@ -160,6 +160,8 @@ class Outcome:
         times: what took so many seconds.
         baseline: what a comparison said, one sentence each, by kind; empty where nothing was compared.
         environment: see environment.py.
+        folders: of a gate's runs, each with hashes of its manifest and report; see seals.py.
+        digest: of the file that it was read from.
     """
 
     title: str
@@ -171,6 +173,8 @@ class Outcome:
     times: dict[str, float] = field(default_factory=dict)
     baseline: dict[str, list[str]] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
+    folders: dict[str, dict[str, str]] = field(default_factory=dict)
+    digest: str = ""
     version: str = __version__
     schema: int = SCHEMA
     kind: str = KIND
@@ -192,7 +196,7 @@ class Outcome:
     def to_text(self) -> str:
         """As JSON, one case a line."""
         data = asdict(replace(self, cases=[]))
-        del data["cases"]
+        del data["cases"], data["digest"]
         lines = ",\n".join(json.dumps(asdict(case)) for case in self.cases)
         return f'{json.dumps(data)[:-1]}, "cases": [\n{lines}\n]}}\n'
 
@@ -342,6 +346,8 @@ class _Report:
     checks: dict[str, dict[str, str]] = field(default_factory=dict)
     unmet: list[str] = field(default_factory=list)
     smallest: tuple[str, str] = ("", "")
+    environment: dict[str, Any] = field(default_factory=dict)
+    digest: str = ""
 
 
 def _of_run(file: Path, report: _Report, name: str) -> Outcome:
@@ -361,5 +367,7 @@ def _of_run(file: Path, report: _Report, name: str) -> Outcome:
         cases=cases,
         checks=report.checks,
         times={name: run.seconds},
+        environment=report.environment,
+        digest=report.digest,
         version=report.version,
     )

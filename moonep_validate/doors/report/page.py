@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from moonep_validate.doors.report import plots
 from moonep_validate.doors.report.baseline import BROKEN, KINDS
 from moonep_validate.doors.report.outcome import CaseTold, Outcome, RunTold
+from moonep_validate.doors.report.template import rendered
 from moonep_validate.judge.stages import STAGES
 from moonep_validate.judge.verdict import worst
 
-_TEMPLATE = Path(__file__).with_name("page.html.j2")
 #: Failures that are shown whole, maps of each, pictures of routings, and slowest cases.
 _GROUPS, _MAPS, _PICTURES, _SLOW = 20, 6, 6, 12
 _TONES = {
@@ -33,7 +30,8 @@ def page(outcome: Outcome) -> str:
     groups = _groups(outcome, bad)
     plans = _plans([case for case in outcome.cases if sum(case.balance.get("before", []))])
     differing = _differing(outcome)
-    text: str = _template().render(
+    return rendered(
+        "page.html.j2",
         outcome=outcome,
         title=f"{outcome.word}: {outcome.title}",
         tone=_tone,
@@ -61,13 +59,6 @@ def page(outcome: Outcome) -> str:
         environment=[(name.replace("_", " "), value) for name, value in outcome.environment.items()],
         sections=_sections(outcome, bool(groups), bool(differing), bool(plans)),
     )
-    return text
-
-
-@lru_cache(maxsize=1)
-def _template() -> Any:
-    surroundings = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return surroundings.from_string(_TEMPLATE.read_text(encoding="utf-8"))
 
 
 def _sections(outcome: Outcome, failed: bool, differs: bool, planned: bool) -> list[tuple[str, str]]:
@@ -187,7 +178,7 @@ def _plans(cases: Sequence[CaseTold]) -> dict[str, Any] | None:
     """Figures of plans over MaxVio, and the least even routings rank by rank."""
     if not cases:
         return None
-    at = [(case, plots.max_vio(case)) for case in cases if sum(case.balance["rows"])]
+    at = [(case, plots.max_vio(case.balance["before"])) for case in cases if sum(case.balance["rows"])]
     dots = [
         {"text": name, "svg": Markup(plots.over_max_vio([(x, of(case)) for case, x in at], name))}
         for name, of in _DOTS.items()

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from moonep_validate.doors.report.outcome import CaseTold
-
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 340, 190, 52, 34, 10
 _TICKS = 4
 
@@ -76,9 +74,8 @@ def ranks(before: Sequence[int], after: Sequence[int], title: str) -> str:
     return _svg(_WIDTH, _HEIGHT, title, parts)
 
 
-def max_vio(case: CaseTold) -> float:
-    """(largest load of a rank - mean) / mean, before the plan."""
-    loads = case.balance["before"]
+def max_vio(loads: Sequence[int]) -> float:
+    """(largest load of a rank - mean) / mean."""
     return max(loads) * len(loads) / sum(loads) - 1 if sum(loads) else 0.0
 
 
