@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as Xml
 
 import pytest
 
+from moonep_validate.cases.profiles import for_generations, profile
 from moonep_validate.doors.report.baseline import compare
+from moonep_validate.doors.report.files import sealed
 from moonep_validate.doors.report.github import error_lines, summary
 from moonep_validate.doors.report.junit import junit
 from moonep_validate.doors.report.outcome import (
@@ -24,6 +26,7 @@ from moonep_validate.doors.report.outcome import (
     read_outcome,
     together,
 )
+from moonep_validate.judge.checks import CHECKS
 from moonep_validate.trace.trace import TraceError
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -240,6 +243,29 @@ def test_a_check_that_went_idle_fails_the_gate(cli: Cli, passed: Path, tmp_path:
     assert "gate failed: worse than the baseline" in out
 
 
+def test_a_saved_baseline_is_small_and_says_as_much(cli: Cli, passed: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "base.json"
+    assert cli("gate", *SMOKE, "--out", str(tmp_path / "out"), "--save-baseline", str(saved))[0] == 0
+    text = saved.read_text()
+    assert len(text) < 10_000
+    for word in (str(tmp_path), "environment", "command", "findings"):
+        assert word not in text
+    assert len(text.splitlines()) == 4 + 3
+    assert compare(read_outcome(saved), read_outcome(passed)).lines == {}
+    idle = replace(read_outcome(passed).cases[0], compared={})
+    now = replace(read_outcome(passed), cases=[idle, *read_outcome(passed).cases[1:]])
+    assert len(compare(read_outcome(saved), now).lines["gone"]) > 40
+
+
+def test_the_committed_baseline_names_cases_and_checks_of_today() -> None:
+    base = read_outcome(Path(__file__).parents[1] / "baseline.json")
+    assert base.status == "passed"
+    today = {str(case) for case in for_generations(profile("default"), ("A", "B"))}
+    advice = "write it anew: moonep-validate gate --save-baseline tests/baseline.json"
+    assert {case.case for case in base.cases} <= today, advice
+    assert {check for case in base.cases for check in case.compared} <= set(CHECKS), advice
+
+
 def test_a_case_that_is_gone_fails_the_gate(cli: Cli, passed: Path, tmp_path: Path) -> None:
     base = edited(passed, tmp_path, lambda data: data["cases"].append({**data["cases"][0], "case": "genB+gone"}))
     code, out, _ = cli("gate", *SMOKE, "--out", str(tmp_path / "out"), "--baseline", str(base))
@@ -354,9 +380,10 @@ def test_a_run_that_was_cut_or_interrupted_is_never_a_pass() -> None:
 
 
 def test_a_report_has_one_case_a_line_and_reads_back(passed: Path) -> None:
-    text = (passed / "report.json").read_text()
-    assert len(text.splitlines()) == 4 + 2
-    assert read_outcome(passed).to_text() == text
-    run = (passed / "reference" / "report.json").read_text()
-    assert len(json.loads(run)["cases"]) == len(run.splitlines()) - 2 == 4
-    shutil.rmtree(passed / "reference" / "traces")
+    data = (passed / "report.json").read_bytes()
+    assert sealed(read_outcome(passed).to_text()) == data
+    run = (passed / "reference" / "report.json").read_bytes()
+    for text in (data, run):
+        lines = text.decode().splitlines()
+        assert (len(lines), lines[-2], lines[-1].startswith('"digest": ')) == (4 + 3, "],", True)
+        assert len(json.loads(text)["cases"]) == 4

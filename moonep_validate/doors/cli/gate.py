@@ -54,6 +54,9 @@ def gate(
     baseline: Annotated[
         Path | None, typer.Option(help="report.json of an earlier gate or run: fail on what is worse than it.")
     ] = None,
+    save_baseline: Annotated[
+        Path | None, typer.Option("--save-baseline", help="Keep what a later --baseline needs, if the gate ends.")
+    ] = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first case that fails.")] = False,
     time_budget: Annotated[
         float | None, typer.Option(min=1.0, help="Seconds for all; what is then not judged makes the gate fail.")
@@ -68,6 +71,7 @@ def gate(
     begin = time.monotonic()
     one_of("--keep", keep, ("failed", "all", "none"))
     one_of("--profile", profile, (PRE_MERGE, *PROFILES))
+    from moonep_validate.doors.report.baseline import pruned
     from moonep_validate.doors.report.gate_files import GateFolder
     from moonep_validate.doors.report.outcome import read_outcome
 
@@ -85,6 +89,8 @@ def gate(
         times[run.name] = time.monotonic() - started
     outcome, change = _outcome(told, cases, base, {name: round(value, 3) for name, value in times.items()})
     folder.write(outcome, change)
+    if save_baseline and outcome.status != "incomplete":
+        save_baseline.write_bytes(pruned(outcome))
     _say(outcome, change, folder.path, time.monotonic() - begin)
     if folder.lost:
         note(folder.lost)

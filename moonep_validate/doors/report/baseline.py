@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
-from moonep_validate.doors.report.outcome import CaseTold, Outcome, RunTold
+from moonep_validate.doors.report.outcome import CaseTold, Evidence, Outcome, RunTold
 from moonep_validate.judge.verdict import LEVELS
 from moonep_validate.trace.trace import TraceError
 
@@ -71,6 +73,24 @@ def compare(base: Outcome, now: Outcome) -> Change:
     return Change({kind: found for kind, found in lines.items() if found}, tolerated)
 
 
+def pruned(outcome: Outcome) -> bytes:
+    """What a later comparison needs of an outcome, one case a line: no times, findings, paths or environment."""
+    runs = [
+        replace(run, seconds=0.0, smallest="", evidence=[Evidence(one.level, "", "", []) for one in run.evidence])
+        for run in outcome.runs
+    ]
+    cases = [_filled(replace(case, seconds=0.0, command="", problems=[], more=[])) for case in outcome.cases]
+    whole = replace(outcome, runs=runs, cases=[], checks={}, times={}, baseline={}, environment={}, folders={})
+    head = json.dumps(_filled(whole))[:-1]
+    lines = ",\n".join(map(json.dumps, cases))
+    return f'{head},\n"cases": [\n{lines}\n]}}\n'.encode()
+
+
+def _filled(record: CaseTold | Outcome) -> dict[str, Any]:
+    """A record without what is empty, or would be so by default."""
+    return {name: value for name, value in asdict(record).items() if value or name == "exit_code"}
+
+
 Cases = dict[tuple[str, str], CaseTold]
 Lines = Iterator[tuple[str, str]]
 
@@ -99,7 +119,7 @@ def _runs(base: Outcome, now: Outcome) -> Lines:
             continue
         if new.level in LEVELS and old.level in LEVELS and LEVELS.index(new.level) < LEVELS.index(old.level):
             yield "gone", f"run {old.name}: its level fell from {old.level} to {new.level}"
-        if old.seconds * _SLOWER + _SECONDS < new.seconds:
+        if old.seconds and old.seconds * _SLOWER + _SECONDS < new.seconds:
             yield "moved", f"run {old.name}: {new.seconds:.1f} s, it took {old.seconds:.1f} s"
 
 
