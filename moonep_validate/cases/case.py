@@ -115,6 +115,15 @@ class Case:
         """The same case with some fields changed."""
         return replace(self, **changes)
 
+    def session(self, **differs: Any) -> Case:
+        """The case of a session that differs in some fields: a pass like any other, without the script's limits.
+
+        Args:
+            differs: field -> value, a text for a word.
+        """
+        words = {name: Spec(value) if isinstance(value, str) else value for name, value in differs.items()}
+        return self.but(scenario=Spec("base"), witnesses=(), **words)
+
     def __str__(self) -> str:
         parts = [f"gen{self.generation}"]
         for field in fields(self)[1:]:

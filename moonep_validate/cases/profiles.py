@@ -65,6 +65,10 @@ genB+R2+E8+K2+S9+H24+I8+hot:1+grads+@slot_used
 genB+R4+E12+K4+S7+H24+I8+hot:5+replayed_plan+@slot_used+@duplicate
 genB+R2+E8+K2+S9+H24+I8+hot:1+fill:real+replayed_plan+@slot_used
 genB+R4+E8+K2+S9+hot:5+life+@slot_used
+genB+R2+E8+K2+S9+hot:1+shapes+@slot_used
+genB+R2+E6+K2+S7+pad4+hot:1+fill:real+shapes+@slot_used
+genB+R4+E8+K2+S9+hot:1+groups+@slot_used
+genB+R4+E12+K4+S7+pad4+hot:1+fill:real+groups+@slot_used
 genB+R4+E8+K2+S9+refusals
 genB+R2+E6+K2+S7+H24+I8+refusals
 genB+R4+E8+K2+S9+destructive

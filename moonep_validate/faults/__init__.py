@@ -37,6 +37,7 @@ _MODULES = (
     "widths",
     "form",
     "inputs",
+    "kept",
 )
 SEAMS = (
     "buffer.construct",
@@ -75,12 +76,14 @@ class Next:
 
     Attributes:
         rank: the rank it runs on.
-        memory: what the fault keeps between its calls on this rank.
+        memory: what the fault keeps between its calls on this rank, in one session.
+        everywhere: the same in all sessions of a case.
     """
 
     rank: int
     function: Callable[..., Any]
     memory: dict[str, Any] = field(default_factory=dict)
+    everywhere: dict[Any, Any] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped function."""
@@ -211,6 +214,7 @@ class Seams:
 
     def __init__(self, faults: Sequence[Spec], rank: int) -> None:
         self.faults, self.rank = faults, rank
+        self._everywhere: dict[str, dict[Any, Any]] = {}
 
     def around(self, seam: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function`` with this seam's faults around it."""
@@ -220,7 +224,8 @@ class Seams:
                 if values.pop("rank", self.rank) not in (self.rank, "all"):
                     continue
                 turns = [int(values.pop(name, default)) for name, default in _TURNS.items()]
-                faulty = partial(FAULTS[spec.name].function, Next(self.rank, function), **values)
+                kept = self._everywhere.setdefault(str(spec), {})
+                faulty = partial(FAULTS[spec.name].function, Next(self.rank, function, everywhere=kept), **values)
                 function = faulty if turns == [0, 1] else _in_turn(faulty, function, *turns)
         return function
 

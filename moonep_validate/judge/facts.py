@@ -6,7 +6,7 @@ payloads are torch tensors. A fact that needs a tap which the trace lacks raises
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moonep_validate.cases.case import Case
+from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.cases.layout import Bools, Ints, Layout
 from moonep_validate.cases.limits import buffer_rows
 from moonep_validate.formats.stored import FORMATS
@@ -43,6 +43,20 @@ class Undecided(LookupError):
     """The trace does not show whether the promise was kept: the answer is unknown, and no pass."""
 
 
+def _changed(case: Case, differs: Mapping[str, Any]) -> Case:
+    """The case of a session that says in what it differs.
+
+    Raises:
+        CaseError: for a trace that names ranks that it has not, or sizes that no case has.
+    """
+    fields = {name: value for name, value in differs.items() if name != "ranks"}
+    changed = case.session(**fields) if fields else case
+    ranks = differs.get("ranks", range(changed.R))
+    if len(ranks) != changed.R or not set(ranks) <= set(range(case.R)):
+        raise CaseError(f"a session of R={changed.R} names the ranks {list(ranks)} of R={case.R}")
+    return changed
+
+
 def tally(ids: Ints, size: int) -> Ints:
     """How often each of ``0..size-1`` occurs: ``[size]``; other ids aside, since a subject may return anything."""
     return np.bincount(ids[(ids >= 0) & (ids < size)].ravel(), minlength=size)
@@ -59,13 +73,23 @@ class Step:
 
     def __init__(self, trace: Trace, name: str, siblings: Mapping[str, Step] | None = None) -> None:
         self.trace, self.name, self.siblings = trace, name, {} if siblings is None else siblings
-        self.case: Case = trace.case
+        self.differs: Mapping[str, Any] = next(iter(self._said_differences()), {})
+        self.case: Case = _changed(trace.case, self.differs)
+        self.ranks: Sequence[int] = self.differs.get("ranks", range(trace.case.R))
         self._taps: dict[tuple[str, str], Tensor] = {}
         self._misfits: dict[tuple[str, int], Mapping[str, Misfit]] = {}
         self.oracle_plan: ExpectedPlan | None = None  # filled by the first check that asks
         self._calls: list[Mapping[str, Call]] = [
-            {call.op: call for call in calls if call.step == name} for calls in trace.calls
+            {call.op: call for call in self.calls_of(rank)} for rank in range(self.case.R)
         ]
+
+    def _said_differences(self) -> Iterator[Mapping[str, Any]]:
+        calls = (call for calls in self.trace.calls for call in calls if call.step == self.name)
+        return (call.info["differs"] for call in calls if "differs" in call.info)
+
+    def calls_of(self, rank: int) -> list[Call]:
+        """All calls of one rank in this step, in order; its number is that in the step's session."""
+        return [call for call in self.trace.calls[self.ranks[rank]] if call.step == self.name]
 
     def call(self, op: str, rank: int) -> Call:
         """One rank's call of this step; ``load`` is the one of the layer that the step used."""
@@ -88,8 +112,9 @@ class Step:
     def _load(self, rank: int) -> Call | None:
         """The load of the step's layer; of layer 0, which scripts load, where the step is no pass of a layer."""
         layer = self.call("layer", rank).info.get("layer", 0) if "layer" in self.ops() else 0
-        loads = [call for call in self.trace.calls[rank] if call.op == "load" and call.info.get("layer") == layer]
-        return loads[0] if loads else None
+        loads = (call for call in self.trace.calls[self.ranks[rank]] if call.op == "load")
+        mine = (call for call in loads if call.info.get("differs", {}) == self.differs)
+        return next((call for call in mine if call.info.get("layer") == layer), None)
 
     def recorded(self, op: str, rank: int) -> bool:
         """Whether a rank made a call of which anything is known; of a lost rank nothing is."""

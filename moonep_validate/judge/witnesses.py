@@ -41,14 +41,14 @@ def vacuous_reasons(case: Case, steps: Iterable[Step], counts: Mapping[str, int]
     absent = [name for name in case.witnesses if not counts[name]]
     reasons = [f"the case claims @{name}, but that event did not occur" for name in absent]
     for step in steps:
-        reasons += _equal_payloads(case, step) + _not_dispatched(case, step)
+        reasons += _equal_payloads(step) + _not_dispatched(step)
     return reasons
 
 
-def _not_dispatched(case: Case, step: Step) -> list[str]:
+def _not_dispatched(step: Step) -> list[str]:
     """Ranks whose layer ran through without a dispatch: whatever computed the result, MoonEP was not used."""
     silent = []
-    for rank in range(case.R):
+    for rank in range(step.case.R):
         try:
             whole = step.call("layer", rank).error is None
             silent += [rank] if whole and not step.has_call("dispatch", rank) else []
@@ -57,13 +57,13 @@ def _not_dispatched(case: Case, step: Step) -> list[str]:
     return [f"rank {rank} made no dispatch in step {step.name!r}: MoonEP was not used" for rank in silent]
 
 
-def _equal_payloads(case: Case, step: Step) -> list[str]:
+def _equal_payloads(step: Step) -> list[str]:
     """Ranks whose real tokens are the same bits; ranks without tokens aside."""
     seen: dict[bytes, int] = {}
     reasons = []
-    for rank in range(case.R):
+    for rank in range(step.case.R):
         try:
-            count = case.token_count(rank)
+            count = step.case.token_count(rank)
             if step.has_call("layer", rank):
                 count = step.call("layer", rank).info.get("tokens", count)
             hidden = step.call("dispatch", rank).tensors["hidden"][:count]
@@ -93,7 +93,7 @@ def _slots_on_every_rank(case: Case, steps: Iterable[Step]) -> int:
     used = np.zeros(case.R, np.int64)
     for step in steps:
         with suppress(Missing):
-            used += _slots_used(step)
+            used[list(step.ranks)] += _slots_used(step)
     return int((used > 0).all())
 
 

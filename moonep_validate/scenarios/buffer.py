@@ -6,15 +6,18 @@ Each variant step differs from the base step in exactly one thing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from moonep_validate.errors import CaseError
 from moonep_validate.scenarios.base import OTHER_POISON
 from moonep_validate.scenarios.registry import scenario
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moonep_validate.cases.case import Case
     from moonep_validate.data.problem import Batch, EachExpert
     from moonep_validate.sessions.protocols import BufferDoor, Dispatched, GradientSlots, MoonEPBuffer, WeightSlots
     from moonep_validate.sessions.rig import Rig
@@ -211,6 +214,90 @@ def life(rig: Rig) -> None:
     with rig.open_buffer() as third:
         third.forward("recreated", batch)
         rig.promise("V7", "recreated", "base", *_WHOLE)
+
+
+def _halves(case: Case) -> str | None:
+    """Why a case has no groups of half of its ranks, or None."""
+    if case.R < 4 or case.R % 2:
+        return f"needs an even R of 4 or more, not R={case.R}: it makes two groups of half of the ranks"
+    return _unlike(case, R=case.R // 2)
+
+
+def _unlike(case: Case, **changes: int) -> str | None:
+    """Why a case has no sessions that differ from it so, or None."""
+    try:
+        case.session(**changes)
+    except CaseError as error:
+        return f"needs sessions with {changes}, which the case does not allow: {error}"
+    return None
+
+
+@scenario(needs=("buffer", "gradients"), limits=(_halves,))
+def groups(rig: Rig) -> None:
+    """A Buffer on all ranks, others on two groups of them at once, in other orders, and the first one again."""
+    R, batch = rig.case.R, rig.batch()
+    splits = {
+        "turned": (range(R - 1, 0, -2), range(0, R, 2)),
+        "halves": (range(R // 2, R), range(R // 2)),
+    }
+    with rig.open_buffer() as whole:
+        whole.forward("base", batch)
+        for name, ranks in splits.items():
+            mine = next(number for number, group in enumerate(ranks) if rig.comm.rank in group)
+            # Other data in each group: a row of the other one shows.
+            _in_a_group(rig.among(*ranks).but(seed=rig.case.seed + mine), f"{name}_{mine}")
+        whole.forward("after", batch)
+        rig.promise("V7", "after", "base", *_WHOLE)
+
+
+def _in_a_group(rig: Rig, step: str) -> None:
+    with rig.open_buffer() as session:
+        session.forward(step, rig.batch())
+        store = session.make_gradients()
+        _fill_gradients(rig, store)
+        sent = _with_plan(rig, session, f"{step}_gradients")
+        session.reduce(f"{step}_gradients", sent.plan, store)
+
+
+def _each_size(case: Case) -> str | None:
+    """Why a case has no sessions with each of its sizes alone another one, or None."""
+    reasons = [_unlike(case, **change) for change in _other_sizes(case).values()]
+    return next(filter(None, reasons), None)
+
+
+def _other_sizes(case: Case) -> dict[str, dict[str, int]]:
+    """Step -> the one size that is another one; doubled where hardware wants multiples."""
+    larger = {name: 2 * getattr(case, name) for name in ("E", "H", "I", "pad")}
+    larger |= {"S": case.S + 1, "K": case.K + 1}
+    return {f"other_{name}": {name: size} for name, size in larger.items()}
+
+
+@scenario(needs=("buffer",), limits=(_each_size,))
+def shapes(rig: Rig) -> None:
+    """Buffers that differ in one size each, all alive, then built anew in another order: each gives its own."""
+    batch = rig.batch()
+    others = {step: rig.but(**change) for step, change in _other_sizes(rig.case).items()}
+    with rig.open_buffer() as first, ExitStack() as living:
+        first.forward("base", batch)
+        sessions = {step: living.enter_context(other.open_buffer()) for step, other in others.items()}
+        for step, session in sessions.items():
+            session.forward(step, _alike(others[step], batch))
+        first.forward("beside", batch)
+        rig.promise("V7", "beside", "base", *_WHOLE)
+    for step, other in reversed(others.items()):
+        with other.open_buffer() as session:
+            session.forward(f"{step}_again", _alike(other, batch))
+        rig.promise("V7", f"{step}_again", step, *_WHOLE)
+    with rig.open_buffer() as last:
+        last.forward("recreated", batch)
+        rig.promise("V7", "recreated", "base", *_WHOLE)
+
+
+def _alike(rig: Rig, batch: Batch) -> Batch:
+    """The very same tokens where they have the shape, so that nothing but the size tells two Buffers apart."""
+    own = rig.batch()
+    same = (own.hidden.shape, own.topk_ids.shape) == (batch.hidden.shape, batch.topk_ids.shape)
+    return batch if same else own
 
 
 @scenario(args={"SEED": int}, needs=("buffer",), overlaps=True)

@@ -90,6 +90,6 @@ def slot_counts(rig: Rig) -> None:
     with rig.open() as session:
         session.forward("base", rig.batch())
     for step, slots in (("one_slot", 1), ("all_slots", None)):
-        with rig.open(slots=slots) as session:
+        with rig.but(slots=slots).open() as session:
             session.forward(step, rig.batch())
         rig.promise("V18", step, "base", "layer.out", tokens=tokens, terms={"base": 1})

@@ -58,17 +58,29 @@ class Rig:
         """Other tensors of the case than its batch."""
         return Inputs(self.case, self.comm.rank)
 
+    def but(self, **changes: int | str | None) -> Rig:
+        """A rig whose case has other fields: its sessions and batches are of that case, and judged so."""
+        return replace(self, case=self.case.session(**changes), recorder=self.recorder.of(changes))
+
+    def among(self, *groups: Sequence[int]) -> Rig:
+        """A rig for the ranks of one of some groups, the one that this rank is in; collective.
+
+        Args:
+            groups: ranks of this rig, of each group in the order of its own ranks; each rank is in one.
+        """
+        comm = self.comm.split(groups)
+        made = self.but(R=comm.size)
+        ranks = comm.exchange("ranks of the group", self.comm.rank)
+        return replace(made, comm=comm, recorder=made.recorder.of({"ranks": ranks}))
+
     @contextmanager
-    def open(self, **changes: int | None) -> Iterator[LayerDoor]:
+    def open(self) -> Iterator[LayerDoor]:
         """A session that is closed at the end, unless its rank has failed by then.
 
         A rank that failed leaves its session open: closing is collective, and its peers may not come.
-
-        Args:
-            changes: fields of the case in which this session differs; only ``slots`` is known to the judge.
         """
         with self.recorder.call("open", "open"):
-            session = self.open_session(replace(self, case=self.case.but(**changes)) if changes else self)
+            session = self.open_session(self)
         yield session
         with self.recorder.call("close", "close"):
             session.close()

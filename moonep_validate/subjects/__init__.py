@@ -108,7 +108,7 @@ def module_subject(
     def open_module(rig: Rig) -> BufferDoor:
         buffer = import_module(name).Buffer
         detect_generation(buffer, generation)
-        return ComposedSession(rig, buffer, None)
+        return ComposedSession(rig, buffer, getattr(rig.comm, "group", None))
 
     ours = "this project's own stand-in " if part.origin != "real" else ""
     return Subject(

@@ -117,6 +117,26 @@ class _Form:
     contiguous: bool
 
 
+_Size = Annotated[int, Within(1, MAX_AXIS)]
+
+
+@dataclass(frozen=True)
+class _Differs:
+    """In what a session differs from its case, see ``Recorder.of``."""
+
+    R: _Size | None = None
+    E: _Size | None = None
+    K: _Size | None = None
+    S: _Size | None = None
+    H: _Size | None = None
+    I: _Size | None = None
+    pad: _Size | None = None
+    slots: _Size | None = None
+    seed: int | None = None
+    format: str | None = None
+    ranks: list[Annotated[int, Within(0, 127)]] | None = None
+
+
 @dataclass(frozen=True)
 class _Info:
     """JSON data of a call that the judge reads; there may be more."""
@@ -124,6 +144,7 @@ class _Info:
     layer: Annotated[int, Within(0, 10**6)] | None = None
     tokens: Annotated[int, Within(0, MAX_AXIS)] | None = None
     slots: Annotated[int, Within(1, MAX_AXIS)] | None = None
+    differs: _Differs | None = None
     repeat: Annotated[int, Within(0, 10**6)] | None = None
     living: int | None = None
     changed: list[str] | None = None

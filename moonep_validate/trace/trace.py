@@ -172,6 +172,17 @@ class Recorder:
     ) -> None:
         self.calls: list[Call] = []
         self.tell, self.recording = tell, recording
+        self.differs: dict[str, Any] = {}
+
+    def of(self, differs: Mapping[str, Any]) -> Recorder:
+        """The same record, for calls of a session that differs from its case: each of them says in what.
+
+        Args:
+            differs: JSON data: fields of the case, and under ``ranks`` which ranks of it are the session's.
+        """
+        other = Recorder(self.tell, self.recording)
+        other.calls, other.differs = self.calls, {**self.differs, **differs}
+        return other
 
     def settle(self) -> None:
         """Bring what was recorded to the CPU; once, when the rank is done.
@@ -190,7 +201,8 @@ class Recorder:
     @contextmanager
     def call(self, step: str, op: str, **info: Any) -> Iterator[Call]:
         """Record one call with JSON data; an exception is noted on it and raised on."""
-        call = Call(step, op, info=info, recording=self.recording)
+        about = {"differs": self.differs, **info} if self.differs else info
+        call = Call(step, op, info=about, recording=self.recording)
         self.calls.append(call)
         self.tell(step, op, False)
         try:

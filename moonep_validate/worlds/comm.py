@@ -63,6 +63,13 @@ class Comm(Protocol):
     def peers(self, tensor: Tensor) -> Sequence[Tensor] | None:
         """The rows of all ranks of a tensor that ``symmetric`` made, mapped here, or None if it made it not so."""
 
+    def split(self, groups: Sequence[Sequence[int]]) -> Comm:
+        """Collectives of the ranks of one group, the one that this rank is in; collective over all ranks.
+
+        Args:
+            groups: ranks, of each group in the order of its own ranks; each rank is in one group.
+        """
+
     def pause(self, name: str) -> None:
         """A point at which the schedule may change; only a world that was told to ``disturb`` does."""
 

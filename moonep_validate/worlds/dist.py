@@ -7,7 +7,9 @@ one host pass small values faster (local.py).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from functools import lru_cache
 from random import Random
 from time import sleep
 from typing import Any, ClassVar, TypeVar
@@ -103,6 +105,11 @@ class DistComm:
         same = [comm for comm in self._living if comm.group is self.group]
         return next((m for comm in same if (m := comm._mapped.get(tensor.data_ptr()))), None)
 
+    def split(self, groups: Sequence[Sequence[int]]) -> DistComm:
+        """See ``Comm.split``; of a torch that sorts the ranks of a group, groups are in that order."""
+        made = [_process_group(self.group, tuple(group)) for group in groups]
+        return DistComm(next(one for one, group in zip(made, groups, strict=True) if self.rank in group))
+
     def pause(self, name: str) -> None:
         """See ``Comm.pause``: a disturbed world waits a while, on the host and on the current stream."""
         if self._random is None:
@@ -116,6 +123,15 @@ class DistComm:
     def disturb(self, seed: int) -> None:
         """See ``Comm.disturb``; each rank waits at other points."""
         self._random = Random(seed * self.size + self.rank)
+
+
+@lru_cache(maxsize=64)
+def _process_group(whole: Any, ranks: tuple[int, ...]) -> Any:
+    """A process group of some ranks of another; every rank of that makes it, once for all cases of its worker."""
+    everywhere = list(ranks) if whole is None else [dist.get_global_rank(whole, rank) for rank in ranks]
+    free = "sort_ranks" in inspect.signature(dist.new_group).parameters
+    options: dict[str, Any] = {"sort_ranks": False} if free else {}
+    return dist.new_group(everywhere, **options)
 
 
 def device_of(group: Any) -> torch.device:

@@ -273,6 +273,11 @@ class Logged:
         with self.flight.collective(f"symmetric {name}"), _told():
             return self.inner.symmetric(name, shape, dtype)
 
+    def split(self, groups: Sequence[Sequence[int]]) -> Logged:
+        """See ``Comm.split``."""
+        with self.flight.collective("split into groups"), _told():
+            return Logged(self.inner.split(groups), self.flight)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 

@@ -32,38 +32,17 @@ from moonep_validate.worlds.comm import Abandoned, CollectiveError, Comm, Deadlo
 T = TypeVar("T")
 
 
-class _Rank:
-    """One rank's end of the baton."""
+class _Collectives:
+    """What a ``Comm`` has beside ``exchange``, of all ranks or of some."""
 
     device = torch.device("cpu")
-
-    def __init__(self, baton: _Baton, rank: int, size: int) -> None:
-        self.baton, self.rank, self.size = baton, rank, size
-        # A lock of its own: handing on wakes the rank whose turn it is and no other, so that the scheduler of the
-        # system has no say in the order.
-        self.turn = threading.Lock()  # held while it is another rank's turn
-        self.turn.acquire()  # nobody runs before ``run`` lets rank 0 go: all tasks are in their threads by then
-        self.waits_in: str | None = None
-        self.calls = 0
-        self.value: Any = None
-        self.received: list[Any] | None = None
-        self.failure: type[CollectiveError] | None = None
-        self.ended, self.finished = False, threading.Event()
-        self.outcome = Outcome()
+    baton: _Baton
+    rank: int
+    size: int
 
     def exchange(self, name: str, value: T) -> list[T]:
         """See ``Comm.exchange``."""
-        if self.failure:
-            raise self.failure(self.baton.diagnosis)
-        self.calls += 1
-        # The number is part of the name: ranks in two calls of one collective have not met.
-        self.waits_in, self.value = f"{name} (collective #{self.calls})", value
-        self.baton.release(self)
-        self.turn.acquire()
-        if self.failure:
-            raise self.failure(self.baton.diagnosis)
-        assert self.received is not None
-        return self.received
+        raise NotImplementedError
 
     def fence(self, name: str, memory: Tensor) -> None:
         """See ``Comm.fence``."""
@@ -81,6 +60,49 @@ class _Rank:
         """See ``Comm.peers``."""
         return tensor.unbind(0) if tensor.data_ptr() in self.baton.shared else None
 
+
+class _Rank(_Collectives):
+    """One rank's end of the baton."""
+
+    def __init__(self, baton: _Baton, rank: int, size: int) -> None:
+        self.baton, self.rank, self.size = baton, rank, size
+        # A lock of its own: handing on wakes the rank whose turn it is and no other, so that the scheduler of the
+        # system has no say in the order.
+        self.turn = threading.Lock()  # held while it is another rank's turn
+        self.turn.acquire()  # nobody runs before ``run`` lets rank 0 go: all tasks are in their threads by then
+        self.waits_in: str | None = None
+        self.among: Sequence[_Rank] = ()
+        self.calls = 0
+        self.value: Any = None
+        self.received: list[Any] | None = None
+        self.failure: type[CollectiveError] | None = None
+        self.ended, self.finished = False, threading.Event()
+        self.outcome = Outcome()
+
+    def exchange(self, name: str, value: T) -> list[T]:
+        """See ``Comm.exchange``."""
+        self.calls += 1
+        # The number is part of the name: ranks in two calls of one collective have not met.
+        return self.meet(f"{name} (collective #{self.calls})", value, self.baton.ranks)
+
+    def meet(self, name: str, value: T, among: Sequence[_Rank]) -> list[T]:
+        """The same among some ranks, which say the same name."""
+        if self.failure:
+            raise self.failure(self.baton.diagnosis)
+        self.waits_in, self.value, self.among = name, value, among
+        self.baton.release(self)
+        self.turn.acquire()
+        if self.failure:
+            raise self.failure(self.baton.diagnosis)
+        assert self.received is not None
+        return self.received
+
+    def split(self, groups: Sequence[Sequence[int]]) -> _Group:
+        """See ``Comm.split``."""
+        self.exchange("split into groups", None)
+        mine = next(group for group in groups if self.rank in group)
+        return _Group(self, [self.baton.ranks[rank] for rank in mine])
+
     def pause(self, name: str) -> None:
         """See ``Comm.pause``: another rank may go on."""
         if self.baton.random is not None and not self.failure:
@@ -89,6 +111,35 @@ class _Rank:
     def disturb(self, seed: int) -> None:
         """See ``Comm.disturb``."""
         self.baton.random = self.baton.random or Random(seed)
+
+
+class _Group(_Collectives):
+    """Some ranks in an order of their own, as one of them sees them."""
+
+    def __init__(self, whole: _Rank, members: Sequence[_Rank]) -> None:
+        self.whole, self.members, self.baton = whole, members, whole.baton
+        self.rank, self.size = members.index(whole), len(members)
+        self.calls = 0
+
+    def exchange(self, name: str, value: T) -> list[T]:
+        """See ``Comm.exchange``."""
+        self.calls += 1
+        ranks = ", ".join(str(member.rank) for member in self.members)
+        return self.whole.meet(f"{name} (collective #{self.calls} of ranks {ranks})", value, self.members)
+
+    def split(self, groups: Sequence[Sequence[int]]) -> _Group:
+        """See ``Comm.split``."""
+        self.exchange("split into groups", None)
+        mine = next(group for group in groups if self.rank in group)
+        return _Group(self.whole, [self.members[rank] for rank in mine])
+
+    def pause(self, name: str) -> None:
+        """See ``Comm.pause``."""
+        self.whole.pause(name)
+
+    def disturb(self, seed: int) -> None:
+        """See ``Comm.disturb``."""
+        self.whole.disturb(seed)
 
 
 class _Baton:
@@ -129,14 +180,14 @@ class _Baton:
         following.turn.release()
 
     def _complete(self, holder: _Rank) -> _Rank | None:
-        """Deliver the values if every rank is in the holder's collective."""
-        for rank in self.ranks:
-            if rank.waits_in is None or rank.waits_in != holder.waits_in:
-                return None
-        values = [rank.value for rank in self.ranks]
-        for rank in self.ranks:
+        """Deliver the values if every rank of the holder's collective is in it."""
+        among = holder.among
+        if holder.waits_in is None or any(rank.waits_in != holder.waits_in for rank in among):
+            return None
+        values = [rank.value for rank in among]
+        for rank in among:
             rank.received, rank.waits_in = values, None
-        return self._any_of(self.ranks) if self.random else holder
+        return self._any_of(among) if self.random else holder
 
     def _runnable(self, holder: _Rank) -> _Rank | None:
         """The next rank after the holder that neither waits nor has ended."""

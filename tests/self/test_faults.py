@@ -33,6 +33,8 @@ IN_FLIGHT = "R3+E6+K4+S7+H24+I8+in_flight:"
 WIDE_IDS = "R2+E384+K9+S31+H40+I24+hot_rank:1"
 WIDE_SLOTS = "R2+E896+K7+S17+H24+I8+hot_rank:0"
 WIDE_ROWS = "R2+E2+K8+S8200+H8+I8+pad4+hot_rank:1"
+SHAPES = "R2+E6+K2+S7+H24+I8+pad5+hot:1+shapes"
+GROUPS = "R4+E12+K3+S7+H24+I8+pad5+hot:1+groups"
 K3 = "R4+E12+K3+S7+H24+I20+pad5+zipf:1.0+fill:real+k3"
 
 #: fault -> (status, check that finds it first, case on which it does)
@@ -184,6 +186,16 @@ KILLED_BY = {
     "experts-rows-narrowed": ("failed", "P1", WIDE_ROWS),
     "combine-rows-narrowed": ("failed", "C1", WIDE_ROWS),
     "offset-narrowed": ("failed", "D1", WIDE_ROWS),
+    "plan-kept-by-ids": ("failed", "O1", SHAPES),
+    "columns-of-first-buffer": ("failed", "D1", SHAPES),
+    "bytes-of-first-buffer": ("failed", "W1", SHAPES),
+    "weights-at-first-address": ("failed", "W1", SHAPES),
+    "experts-of-first-width": ("failed", "P1", SHAPES),
+    "tokens-of-first-buffer": ("failed", "C1", SHAPES),
+    "routes-of-first-buffer": ("failed", "C2", SHAPES),
+    "rank-of-the-world": ("failed", "L2", GROUPS),
+    "ranks-sorted": ("failed", "L1", GROUPS),
+    "group-of-all-ranks": ("failed", "F1", GROUPS),
 }
 #: The others need an engine: test_engine_faults.py.
 OF_A_BUFFER = [id for id, one in FAULTS.items() if not one.for_engine and not one.needs_gpu]

@@ -174,6 +174,24 @@ def test_our_modules_pass_by_the_same_door(generation: str) -> None:
     assert verdict.parts["dispatch"].package == f"moonep_validate.reference.moonep_{generation}"
 
 
+GROUPS = Case.parse("genB+R4+E8+K2+S5+pad4+hot:1+groups+@slot_used")
+
+
+def test_a_module_is_given_groups_of_ranks_in_any_order(module: Callable[..., Job]) -> None:
+    assert judged(module("good_in_groups", GOOD), GROUPS).ok
+    takes_the_worlds = (
+        "    def __init__(self, S, H, K, E, num_ep_ranks, *a, group=None, **k):\n"
+        "        from moonep_validate.faults.kept import _Numbered\n"
+        "        from moonep_validate.worlds.dist import as_comm\n"
+        "        rank, comm = torch.distributed.get_rank(), as_comm(group)\n"
+        "        comm = _Numbered(comm, rank % comm.size, range(comm.size))\n"
+        "        super().__init__(S, H, K, E, num_ep_ranks, *a, group=comm, **k)\n"
+    )
+    verdict = judged(module("bad_in_groups", takes_the_worlds, api="B"), GROUPS)
+    assert verdict.first is not None
+    assert (verdict.status, verdict.first.stage, verdict.first.step) == ("failed", "plan", "turned_1")
+
+
 def test_both_worlds_record_the_same_bytes() -> None:
     """The reference in threads and its stand-in in processes: one transport, two worlds."""
     in_processes = record(make_job(Options(moonep_module="moonep_validate.reference.moonep_b")), CASE)

@@ -109,7 +109,7 @@ def prefetch_in_time(s: Step) -> Iterator[Compared]:
     order = []
     for rank in range(s.case.R):
         s.call("layer", rank)  # or this step is no whole pass
-        calls = [call for call in s.trace.calls[rank] if call.step == s.name]
+        calls = s.calls_of(rank)
         ops = [call.op for call in calls if call.op in ("dispatch", "prefetch", "combine")]
         s.call("dispatch", rank)  # both on this rank, or on none
         s.call("combine", rank)

@@ -101,7 +101,7 @@ def slots_quiet_before(s: Step) -> Iterator[Compared]:
     """No rank writes its own slots between the last collective and prefetch"""
     order = []
     for rank in range(s.case.R):
-        ops = [call.op for call in s.trace.calls[rank] if call.step == s.name]
+        ops = [call.op for call in s.calls_of(rank)]
         if "poison_slots" not in ops or "prefetch" not in ops:
             raise Absent("no slot is written locally in this step")
         last_write = len(ops) - 1 - ops[::-1].index("poison_slots")

@@ -1,0 +1,123 @@
+"""Faults of what is kept for too little: by a key that lacks a size, by an address, by the wrong ranks.
+
+Each is right as long as a process has one Buffer, one shape of layer and one group of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from moonep_validate.faults import Next, fault
+from moonep_validate.worlds.dist import as_comm
+
+
+@fault("plan-kept-by-ids", on="buffer.dispatch", stage="plan", bugs="K23 K24", words={"without": ("pad", "E")})
+def _(call: Next, *args: Any, without: str = "pad", **kwargs: Any) -> Any:
+    """One rank keeps plans by expert ids and some of the sizes, and meets one of another Buffer."""
+    result = call(*args, **kwargs)
+    if kwargs.get("plan") is not None:
+        return result
+    plan, ids = result[3], args[2]
+    sizes = {"pad": plan.E, "E": plan.NvS if without != "E" else None}
+    key = (ids.numpy(force=True).tobytes(), ids.shape, sizes[without])
+    return (*result[:3], call.everywhere.setdefault(key, plan), *result[4:])
+
+
+@fault("columns-of-first-buffer", on="buffer.dispatch", stage="dispatch", bugs="K14 K23")
+def _(call: Next, *args: Any, **kwargs: Any) -> Any:
+    """One rank's rows have as many columns as those of the first Buffer of its process; the others are zero."""
+    result = call(*args, **kwargs)
+    result[0][:, call.everywhere.setdefault("H", result[0].shape[1]) :] = 0
+    return result
+
+
+@fault("bytes-of-first-buffer", on="buffer.prefetch_weight", stage="prefetch", bugs="K14 K20 K23")
+def _(call: Next, plan: Any, **tensors: Any) -> Any:
+    """One rank's slots get as many values of an expert as one had in the first Buffer of its process."""
+    result = call(plan, **tensors)
+    for name, slots in _slots(tensors, plan, call.rank).items():
+        count = call.everywhere.setdefault(name, slots[0].numel())
+        if count < slots[0].numel():
+            slots.flatten(1)[:, count:] = 0
+    return result
+
+
+def _slots(tensors: dict[str, Any], plan: Any, rank: int) -> dict[str, Tensor]:
+    """This rank's slots by argument, as views; of generation A they are behind the experts."""
+    full = {name: tensor[plan.E :] for name, tensor in tensors.items() if name.startswith("full_")}
+    pools = {name: tensor[rank] for name, tensor in tensors.items() if name.endswith("_prefetch_buffer")}
+    return {name: slots for name, slots in (full or pools).items() if len(slots)}
+
+
+@fault("weights-at-first-address", on="buffer.prefetch_weight", stage="prefetch", bugs="K19 K21 K23", ranks="all")
+def _(call: Next, plan: Any, **tensors: Any) -> Any:
+    """Prefetch works on the first weights of a shape that its process saw, although others live elsewhere."""
+    key = tuple((name, tuple(tensor.shape)) for name, tensor in tensors.items() if isinstance(tensor, Tensor))
+    return call(plan, **call.everywhere.setdefault(key, tensors))
+
+
+@fault("experts-of-first-width", on="experts", stage="experts", bugs="K13 K23")
+def _(call: Next, rows: Tensor, row_weights: Any, cu_seqlens: Tensor, weights: list[Tensor]) -> Any:
+    """One rank's experts have as many intermediate columns as those of the first layer of its process."""
+    gate, up, down, *scales = weights
+    width = call.everywhere.setdefault("I", gate.shape[1])
+    narrow = [gate.clone(), up.clone(), down]
+    for one in narrow[:2]:
+        one[:, width:] = 0
+    return call(rows, row_weights, cu_seqlens, [*narrow, *scales])
+
+
+@fault("tokens-of-first-buffer", on="buffer.combine", stage="combine", bugs="B32 K09 K23")
+def _(call: Next, *args: Any, **kwargs: Any) -> Any:
+    """One rank sums as many tokens as the first Buffer of its process has; the others are zero."""
+    result = call(*args, **kwargs)
+    result[0][call.everywhere.setdefault("S", len(result[0])) :] = 0
+    return result
+
+
+@fault("routes-of-first-buffer", on="buffer.combine", stage="combine", bugs="K05 K23")
+def _(call: Next, *args: Any, **kwargs: Any) -> Any:
+    """One rank gathers as many route weights as the first Buffer of its process has; the others are zero."""
+    result = call(*args, **kwargs)
+    if result[1] is not None:
+        result[1][:, call.everywhere.setdefault("K", result[1].shape[1]) :] = 0
+    return result
+
+
+class _Numbered:
+    """Collectives of a group, in which this rank takes itself for another one; values come in ``order``."""
+
+    def __init__(self, comm: Any, rank: int, order: Sequence[int]) -> None:
+        self._comm, self.rank, self._order = comm, rank, order
+
+    def exchange(self, name: str, value: Any) -> list[Any]:
+        values = self._comm.exchange(name, value)
+        return [values[rank] for rank in self._order]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+
+@fault("rank-of-the-world", on="buffer.construct", stage="plan", bugs="K06 K12", ranks="all")
+def _(call: Next, buffer: Any, case: Any, group: Any) -> Any:
+    """A rank's number in its group is taken from that among all ranks."""
+    comm = as_comm(group)
+    return call(buffer, case, _Numbered(comm, call.rank % comm.size, range(comm.size)))
+
+
+@fault("ranks-sorted", on="buffer.construct", stage="plan", bugs="K06 K12", ranks="all")
+def _(call: Next, buffer: Any, case: Any, group: Any) -> Any:
+    """The ranks of a group are numbered in the order of their numbers among all ranks."""
+    comm = as_comm(group)
+    order = np.argsort(comm.exchange("numbers among all ranks", call.rank)).tolist()
+    return call(buffer, case, _Numbered(comm, order.index(comm.rank), order))
+
+
+@fault("group-of-all-ranks", on="buffer.construct", stage="life", bugs="K12", ranks="all", crashes=True)
+def _(call: Next, buffer: Any, case: Any, group: Any) -> Any:
+    """A Buffer is made for all ranks of the process group, whatever group it was given."""
+    return call(buffer, case, call.everywhere.setdefault("group", group))
