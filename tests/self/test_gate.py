@@ -118,10 +118,16 @@ def test_a_named_module_runs_beside_the_reference(cli: Cli, tmp_path: Path) -> N
     assert "run moonep_validate.reference.moonep_b: passed, level reference, 2 cases" in out
 
 
-def test_a_subject_that_cannot_run_makes_the_gate_fail(cli: Cli, tmp_path: Path) -> None:
-    code, out, _ = cli("gate", *SMOKE, "--out", str(tmp_path), "--moonep-module", "no_such_moonep")
-    assert code in (4, 5), out
-    assert json.loads((tmp_path / "report.json").read_text())["exit_code"] != 0
+def test_a_subject_that_cannot_run_makes_the_gate_fail(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    code, out, err = cli("gate", *SMOKE, "--out", str(tmp_path), "--moonep-module", "no_such_moonep")
+    assert code == 4
+    assert "--moonep-module no_such_moonep cannot be imported" in err
+    assert out.startswith("::error title=moonep-validate gate::--moonep-module no_such_moonep cannot be imported")
+    assert json.loads((tmp_path / "report.json").read_text())["exit_code"] == 2
+    assert not (tmp_path / "junit.xml").exists()
 
 
 def test_a_part_that_is_not_the_one_demanded_makes_the_gate_fail(cli: Cli, tmp_path: Path) -> None:
@@ -184,6 +190,33 @@ def test_what_the_budget_leaves_is_a_failure(cli: Cli, tmp_path: Path, monkeypat
     assert "gate failed: not all was reached" in said
     (failure,) = Xml.parse(tmp_path / "junit.xml").getroot().findall(".//failure")
     assert failure.get("message") == "--time-budget 1: it ended with 3 of 4 cases not judged"
+
+
+def test_an_interrupted_gate_is_incomplete(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moonep_validate.doors.cli.loop import Limits
+
+    def interrupt(self: Limits, summary: Any) -> str:
+        if summary.verdicts:
+            raise KeyboardInterrupt
+        return ""
+
+    monkeypatch.setattr(Limits, "reached", interrupt)
+    module = "moonep_validate.reference.moonep_b"
+    code, said, _ = cli("gate", *SMOKE, "--out", str(tmp_path), "--moonep-module", module)
+    found = read_outcome(tmp_path)
+    assert (code, found.status, found.exit_code, len(found.cases)) == (2, "incomplete", 2, 1)
+    assert f"run {module}: not_run" in said
+    assert "interrupted before it began" in said
+    assert "It was interrupted" in (tmp_path / "report.html").read_text()
+
+
+def test_a_subject_that_is_not_run_makes_the_gate_fail(cli: Cli, tmp_path: Path) -> None:
+    code, said, _ = cli("gate", *SMOKE, "--out", str(tmp_path), "--experts", "deep_gemm", "--ranks", "4")
+    assert code == 5, said
+    assert read_outcome(tmp_path).word == "failed: not all was reached"
+    assert {case.status for case in read_outcome(tmp_path).cases if case.run == "experts-deep_gemm"} == {"not_run"}
+    failures = Xml.parse(tmp_path / "junit.xml").getroot().findall(".//failure")
+    assert [one.get("message") for one in failures] == ["run experts-deep_gemm ended with not_run, exit code 5"]
 
 
 @pytest.mark.parametrize(
@@ -354,6 +387,12 @@ def test_an_annotation_is_at_the_file_of_the_part_that_broke() -> None:
     assert first.startswith("::error file=src/moonep/__init__.py,line=1,title=r%3A failed at stage prefetch")
     assert second.startswith("::error title=r%3A failed at stage plan")
     assert "file=" not in error_lines(bad, frozenset(), Path("/elsewhere"))[0]
+    raised = replace(
+        failed(), problems=[Problem("W1", "prefetch", "base", "failed", "KeyError (__init__.py:10 in f)")]
+    )
+    assert error_lines(outcome(raised), frozenset(), Path("/repo"))[0].startswith(
+        "::error file=src/moonep/__init__.py,line=10,title="
+    )
     assert error_lines(bad, frozenset({("r", "c"), ("r", "d"), ("r", "e")}), None) == []
     assert (
         len(error_lines(outcome(*(failed(str(i), check=f"L{i}") for i in range(1, 20))), frozenset(), None)) == 10

@@ -77,7 +77,7 @@ def gate(
 
     base = read_outcome(baseline) if baseline else None
     folder = GateFolder(out)
-    runs = [_made(one) for one in _targets(options, None if profile == PRE_MERGE else profile)]
+    runs = _made(options, None if profile == PRE_MERGE else profile)
     limits = Limits(fail_fast, time_budget, begin + time_budget if time_budget else float("inf"))
     times = {"start": time.monotonic() - begin}
     told: list[RunTold] = []
@@ -113,11 +113,19 @@ def _name(options: Options) -> str:
     return re.sub(r"[^\w.-]", "_", text)
 
 
-def _made(target: tuple[str, Options]) -> _Run:
-    """A run with its job: what cannot be meant is said before anything is judged."""
-    name, options = target
-    job, cases = job_and_cases(options)
-    return _Run(name, f"{name}, profile {profile_of(options)}", options, job, cases)
+def _made(options: Options, profile: str | None) -> list[_Run]:
+    """All runs with their jobs: what cannot be meant is said before anything is judged, on GitHub too."""
+    from moonep_validate.doors.report.github import usage
+
+    runs = []
+    for name, its in _targets(options, profile):
+        try:
+            runs.append(_Run(name, f"{name}, profile {profile_of(its)}", its, *job_and_cases(its)))
+        except CaseError as error:
+            if os.environ.get("GITHUB_ACTIONS") == "true":
+                console.print(usage(str(error)), markup=False, highlight=False, soft_wrap=True)
+            raise
+    return runs
 
 
 def _judged(

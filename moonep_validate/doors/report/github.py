@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,34 +23,39 @@ def error_lines(outcome: Outcome, tolerated: frozenset[tuple[str, str]], workspa
     """
     runs = {run.name: run for run in outcome.runs}
     lines = [_error(line, "moonep-validate gate") for run in outcome.runs for line in run.unmet]
-    for kind in ("new", "gone"):
-        lines += [
-            _error(line, "moonep-validate gate: against the baseline") for line in outcome.baseline.get(kind, [])
-        ]
+    gone = outcome.baseline.get("gone", [])
+    lines += [_error(line, "moonep-validate gate: against the baseline") for line in gone]
     seen: dict[str, CaseTold] = {}
     for case in outcome.cases:
         if case.gates and case.key not in tolerated:
             seen.setdefault(f"{case.run} {case.headline}", case)
     lines += [
-        _error("\n".join(case.diagnosis), f"{case.run}: {case.headline}", _file(runs[case.run], case, workspace))
+        _error("\n".join(case.diagnosis), f"{case.run}: {case.headline}", *_place(runs[case.run], case, workspace))
         for case in seen.values()
     ]
     return lines[:_MOST]
 
 
-def _file(run: RunTold, case: CaseTold, workspace: Path | None) -> str:
-    """The file of the part that owns the broken stage, within the checkout; empty if it lies elsewhere."""
+def usage(message: str) -> str:
+    """The line of a gate that could not begin."""
+    return _error(message, "moonep-validate gate")
+
+
+def _place(run: RunTold, case: CaseTold, workspace: Path | None) -> tuple[str, str]:
+    """The file of the part that owns the broken stage, and the line that raised; empty outside the checkout."""
     files = [one.file for one in run.evidence if case.stage in one.stages and one.file]
     if not files or workspace is None:
-        return ""
+        return "", ""
+    raised = re.search(rf"\({re.escape(Path(files[0]).name)}:(\d+) in ", "\n".join(case.diagnosis))
     try:
-        return Path(files[0]).resolve().relative_to(workspace.resolve()).as_posix()
+        file = Path(files[0]).resolve().relative_to(workspace.resolve()).as_posix()
     except ValueError:
-        return ""
+        return "", ""
+    return file, raised[1] if raised else "1"
 
 
-def _error(message: str, title: str, file: str = "") -> str:
-    where = f"file={_property(file)},line=1," if file else ""
+def _error(message: str, title: str, file: str = "", line: str = "") -> str:
+    where = f"file={_property(file)},line={line}," if file else ""
     return f"::error {where}title={_property(title[:200])}::{_escaped(message)}"
 
 
