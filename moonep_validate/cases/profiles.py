@@ -176,6 +176,8 @@ genA+R2+E8+K3+S16+pad128+hot:5+invalid_ids+@duplicate
 genA+R2+E8+K3+S16+pad128+fill:real+invalid_ids
 genA+R2+E8+K2+S16+pad128+hot:5+abort+@slot_used
 genA+R2+E8+K2+S16+pad128+hot:5+reload+@slot_used
+genA+R2+E8+K2+S16+pad128+hot:5+lives+@slot_used
+genA+R2+E8+K3+S16+pad128+fill:real+hot_rank:1+lives+@slot_used
 genA+R2+E8+K2+S16+pad128+configurations
 genA+R2+E8+K2+S16+pad128+hot:5+metamorphic+@slot_used
 genA+R2+E8+K2+S16+pad128+fill:real+hot:5+independent+@slot_used

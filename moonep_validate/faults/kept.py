@@ -5,12 +5,13 @@ Each is right as long as a process has one Buffer, one shape of layer and one gr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from moonep_validate.cases.case import Case
 from moonep_validate.faults import Next, fault
 from moonep_validate.worlds.dist import as_comm
 
@@ -121,3 +122,35 @@ def _(call: Next, buffer: Any, case: Any, group: Any) -> Any:
 def _(call: Next, buffer: Any, case: Any, group: Any) -> Any:
     """A Buffer is made for all ranks of the process group, whatever group it was given."""
     return call(buffer, case, call.everywhere.setdefault("group", group))
+
+
+@fault("loader-keeps-first-life", on="engine.load", stage="load", bugs="K19 K23 K24")
+def _(call: Next, case: Case, layer: int) -> Iterator[tuple[int, str, Tensor]]:
+    """One rank loads the tensors of an earlier life cycle, where those of its layer have the same shapes."""
+    for expert, name, tensor in call(case, layer):
+        yield expert, name, call.everywhere.setdefault((layer, expert, name, tensor.shape), tensor)
+
+
+@fault("adapter-keeps-first-size", on="engine.dispatch", stage="prepare", bugs="K14 K23 K24")
+def _(call: Next, function: Any, given: Any, hidden: Tensor, weights: Any = None, *args: Any, **flags: Any) -> Any:
+    """One rank's adapter takes as many routes of a token as in the first life cycle; the others have weight 0."""
+    if weights is not None:
+        weights = weights.clone()
+        weights[:, call.everywhere.setdefault("K", weights.shape[1]) :] = 0
+    return call(function, given, hidden, weights, *args, **flags)
+
+
+@fault("experts-keep-first-size", on="engine.experts", stage="experts", bugs="K13 K23 K24")
+def _(call: Next, function: Any, sent: Any, plan: Any, hidden_nvsh: Tensor, *args: Any, **flags: Any) -> Any:
+    """One rank's experts return as many columns as in the first life cycle; the others are zero."""
+    if sent is not None:
+        hidden_nvsh[: sent.end, call.everywhere.setdefault("H", hidden_nvsh.shape[1]) :] = 0
+    return call(function, sent, plan, hidden_nvsh, *args, **flags)
+
+
+@fault("layer-keeps-first-size", on="engine.layer", stage="layer", bugs="B32 K23 K24")
+def _(call: Next, *given: Any) -> Any:
+    """One rank's layer returns as many tokens as in its first pass; the others are zero."""
+    out = call(*given)
+    out[call.everywhere.setdefault("S", len(out)) :] = 0
+    return out

@@ -10,9 +10,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moonep_validate.errors import CaseError
 from moonep_validate.scenarios.base import OTHER_POISON
-from moonep_validate.scenarios.registry import scenario
+from moonep_validate.scenarios.registry import scenario, unlike
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -220,16 +219,7 @@ def _halves(case: Case) -> str | None:
     """Why a case has no groups of half of its ranks, or None."""
     if case.R < 4 or case.R % 2:
         return f"needs an even R of 4 or more, not R={case.R}: it makes two groups of half of the ranks"
-    return _unlike(case, R=case.R // 2)
-
-
-def _unlike(case: Case, **changes: int) -> str | None:
-    """Why a case has no sessions that differ from it so, or None."""
-    try:
-        case.session(**changes)
-    except CaseError as error:
-        return f"needs sessions with {changes}, which the case does not allow: {error}"
-    return None
+    return unlike(case, R=case.R // 2)
 
 
 @scenario(needs=("buffer", "gradients"), limits=(_halves,))
@@ -261,7 +251,7 @@ def _in_a_group(rig: Rig, step: str) -> None:
 
 def _each_size(case: Case) -> str | None:
     """Why a case has no sessions with each of its sizes alone another one, or None."""
-    reasons = [_unlike(case, **change) for change in _other_sizes(case).values()]
+    reasons = [unlike(case, **change) for change in _other_sizes(case).values()]
     return next(filter(None, reasons), None)
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from moonep_validate.errors import CaseError
+
 if TYPE_CHECKING:
     from moonep_validate.cases.case import Case
     from moonep_validate.sessions.rig import Rig
@@ -85,3 +87,12 @@ def scenario(
         return script
 
     return declare
+
+
+def unlike(case: Case, **changes: int) -> str | None:
+    """Why a case has no sessions that differ from it so, as the end of a sentence, or None."""
+    try:
+        case.session(**changes)
+    except CaseError as error:
+        return f"needs sessions with {changes}, which the case does not allow: {error}"
+    return None

@@ -66,6 +66,10 @@ KILLED_BY = {
     "layer-times-ranks": ("hot:5", "I16"),
     "layer-adds-its-input": ("hot:5", "I16"),
     "layer-returns-float32": ("hot:5", "O7"),
+    "loader-keeps-first-life": ("hot:5+lives", "I8"),
+    "adapter-keeps-first-size": ("hot:5+lives", "I2"),
+    "experts-keep-first-size": ("hot:5+lives", "P1"),
+    "layer-keeps-first-size": ("hot:5+lives", "I16"),
     "layer-skips-without-tokens": ("tokens:0,3", "F1"),  # last: it costs the pool
 }
 

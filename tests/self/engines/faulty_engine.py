@@ -257,6 +257,30 @@ class SlotsOfLatestLayer(Layer):
         self.full = mine
 
 
+@defect
+class WeightsOfFirstLife(Layer):
+    """What was loaded is kept by its shapes, and outlives its layer."""
+
+    kept: ClassVar[dict[Any, dict[str, Tensor]]] = {}
+
+    def load(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
+        own = super().load(checkpoint)
+        return self.kept.setdefault(tuple(tensor.shape for tensor in own.values()), own)
+
+
+@defect
+class ExpertsOfFirstLife(Layer):
+    """Routes are counted for as many experts as the first layer of the process had."""
+
+    experts_then: ClassVar[list[int]] = []
+
+    def count(self, ids: Tensor) -> Tensor:
+        self.experts_then.append(self.case.E)
+        counts = super().count(ids)
+        counts[self.experts_then[0] :] = 0
+        return counts
+
+
 class _Buffer:
     """A Buffer whose combine gets another plan."""
 
@@ -431,8 +455,13 @@ class Faulty(Good):
 
     def open(self, case: Case) -> None:
         super().open(case)
-        self.layer = list(DEFECTS.values())[case.seed]
+        self.layer = list(DEFECTS.values())[
+            case.seed % 1000
+        ]  # later lives of the scenario ``lives`` add to the seed
         PlanOfFirstStep.first.clear()
+        if case.seed < 1000:  # a case begins
+            WeightsOfFirstLife.kept.clear()
+            ExpertsOfFirstLife.experts_then.clear()
 
     def close(self) -> None:
         if self.layer is BuffersLeft:
