@@ -1,4 +1,4 @@
-"""What is kept? report.json and manifest.json after every case, and a trace of each case that asks for one."""
+"""What is kept? report.json and manifest.json as cases are judged, and a trace of each case that asks for one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ INCOMPLETE = "incomplete"
 _REPORT = "report.json"
 #: What comes before the digest at the end of a report.
 DIGEST = b',\n"digest": "'
+#: Seconds of one writing above which files rest, and for how many times as long.
+_DEAR, _REST = 0.1, 20
 _TRACES, _SUFFIX = "traces", ".safetensors"
 #: File systems take 255 bytes, and a suffix follows; a routing by table is longer.
 _LONGEST_NAME = 200
@@ -45,6 +48,7 @@ class OutputFolder:
         self.lost = ""
         self.path, self.manifest = path, Manifest.of((), "none")
         self._told: list[tuple[Verdict, str]] = []
+        self._rests_until = 0.0
         self.traces = path / _TRACES
         self.traces.mkdir(parents=True, exist_ok=True)
         weakref.finalize(self, os.close, _locked(path))
@@ -58,8 +62,13 @@ class OutputFolder:
     def write_report(self, summary: Summary, subject: str) -> None:
         """Replace report.json; called after every case, so that an interrupted run keeps what is known.
 
-        Until the run has ended its status is ``incomplete``, with the exit code of an interrupted one.
+        Until the run has ended its status is ``incomplete``, with the exit code of an interrupted one. Files of
+        thousands of cases are dear: writing them takes a small share of the time, so that a run that is killed may
+        lose its last cases.
         """
+        if not (summary.ended or summary.interrupted) and self._rests:
+            return
+        begin = time.monotonic()
         data = {
             "schema": SCHEMA,
             "version": __version__,
@@ -77,6 +86,19 @@ class OutputFolder:
         text = f'{head}, "cases": [\n{self._cases(summary.verdicts)}\n]}}\n'
         with self._writing(self.path / _REPORT) as path:
             replace_file(path, sealed(text) if summary.ended else text.encode())
+        if self._rests_until:  # what note() left out
+            self._write_manifest()
+        took = time.monotonic() - begin
+        self._rests_until = time.monotonic() + _REST * took if took > _DEAR else 0.0
+
+    @property
+    def _rests(self) -> bool:
+        """Whether files are dear, and were written a short time ago."""
+        return time.monotonic() < self._rests_until
+
+    def _write_manifest(self) -> None:
+        with self._writing(self.path / NAME):
+            self.manifest.write(self.path)
 
     def _cases(self, verdicts: Sequence[Verdict]) -> str:
         """Verdicts as JSON, one a line; each is put into words once, not after every case that follows."""
@@ -99,8 +121,8 @@ class OutputFolder:
             with self._writing(self.traces / file) as path:
                 replace_file(path, trace.to_bytes())
         self.manifest = self.manifest.judged(trace, verdict.status, file)
-        with self._writing(self.path / NAME):
-            self.manifest.write(self.path)
+        if file or not self._rests:
+            self._write_manifest()
 
     @contextmanager
     def _writing(self, path: Path) -> Iterator[Path]:
