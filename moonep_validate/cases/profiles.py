@@ -69,6 +69,8 @@ genB+R2+E8+K2+S9+hot:1+shapes+@slot_used
 genB+R2+E6+K2+S7+pad4+hot:1+fill:real+shapes+@slot_used
 genB+R4+E8+K2+S9+hot:1+groups+@slot_used
 genB+R4+E12+K4+S7+pad4+hot:1+fill:real+groups+@slot_used
+genB+R2+E4+K2+S3+hot:1+hundredth+@slot_used
+genB+R2+E6+K2+S3+H24+I8+hot:1+fill:real+hundredth+@slot_used
 genB+R4+E8+K2+S9+refusals
 genB+R2+E6+K2+S7+H24+I8+refusals
 genB+R4+E8+K2+S9+destructive
@@ -178,6 +180,7 @@ genA+R2+E8+K2+S16+pad128+hot:5+abort+@slot_used
 genA+R2+E8+K2+S16+pad128+hot:5+reload+@slot_used
 genA+R2+E8+K2+S16+pad128+hot:5+lives+@slot_used
 genA+R2+E8+K3+S16+pad128+fill:real+hot_rank:1+lives+@slot_used
+genA+R2+E8+K2+S16+pad128+hot:5+hundredth+@slot_used
 genA+R2+E8+K2+S16+pad128+configurations
 genA+R2+E8+K2+S16+pad128+hot:5+metamorphic+@slot_used
 genA+R2+E8+K2+S16+pad128+fill:real+hot:5+independent+@slot_used

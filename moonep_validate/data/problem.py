@@ -180,11 +180,16 @@ def _real_route_weights(case: Case, rank: int) -> Tensor:
 
 
 def shifted(case: Case, rank: int, by: int = 1) -> Batch:
-    """Other tokens with another routing: ids, and hidden columns but the first, are ``by`` places further."""
+    """Other tokens with another routing: ids, and hidden columns but the first, are ``by`` places further.
+
+    Route weights are those of the real token ``by`` places before, with the routes in reverse order.
+    """
     tokens = batch(case, rank)
     ids = ((tokens.topk_ids + by) % case.E).to(torch.int32)
     hidden = torch.cat([tokens.hidden[:, :1], tokens.hidden[:, 1:].roll(by, dims=1)], dim=1)  # see ``ints``
-    return Batch(hidden, ids, tokens.topk_weights, tokens.tokens)
+    weights = tokens.topk_weights.flip(1)
+    weights[: tokens.tokens] = weights[: tokens.tokens].roll(by, 0)
+    return Batch(hidden, ids, weights, tokens.tokens)
 
 
 def odd_ids(case: Case, rank: int) -> Batch:

@@ -82,7 +82,7 @@ class Next:
 
     rank: int
     function: Callable[..., Any]
-    memory: dict[str, Any] = field(default_factory=dict)
+    memory: dict[Any, Any] = field(default_factory=dict)
     everywhere: dict[Any, Any] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -135,3 +135,27 @@ def _(call: Next, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("plan") is None:
         call.memory["plan"] = result[3]
     return result
+
+
+@fault("replay-sends-first-tokens", on="buffer.dispatch", stage="dispatch", bugs="K22 K24")
+def _(call: Next, *args: Any, **kwargs: Any) -> Any:
+    """One rank's replay sends the tokens that the plan was made with, whatever it is given now."""
+    result = call(*args, **kwargs)
+    plan = result[3]
+    if kwargs.get("plan") is None:
+        call.memory[id(plan)] = plan, result[0].clone()
+    elif id(plan) in call.memory:
+        result[0].copy_(call.memory[id(plan)][1])
+    return result
+
+
+@fault("replay-sends-first-weights", on="buffer.dispatch", stage="dispatch", bugs="K05 K22 K24")
+def _(call: Next, *args: Any, **kwargs: Any) -> Any:
+    """One rank's replay sends the route weights that the plan was made with, whatever it is given now."""
+    result = call(*args, **kwargs)
+    plan, weights = result[3], result[1]
+    if kwargs.get("plan") is None:
+        call.memory[id(plan)] = plan, None if weights is None else weights.clone()
+    elif weights is not None and id(plan) in call.memory and call.memory[id(plan)][1] is not None:
+        weights.copy_(call.memory[id(plan)][1])
+    return result

@@ -154,3 +154,48 @@ def _(call: Next, *given: Any) -> Any:
     out = call(*given)
     out[call.everywhere.setdefault("S", len(out)) :] = 0
     return out
+
+
+def _late(call: Next, after: int) -> bool:
+    """Whether this is call number ``after`` of its session, counted from 0, or a later one."""
+    call.memory["calls"] = call.memory.get("calls", -1) + 1
+    return bool(call.memory["calls"] >= after)
+
+
+@fault("rows-wrong-later", on="buffer.dispatch", stage="dispatch", bugs="K14 K22 K24")
+def _(call: Next, *args: Any, after: int = 100, **kwargs: Any) -> Any:
+    """One rank's hundredth dispatch, and each after it, has the second row in the place of the first."""
+    result = call(*args, **kwargs)
+    if _late(call, after):
+        result[0][0] = result[0][1]
+    return result
+
+
+@fault("slots-wrong-later", on="buffer.prefetch_weight", stage="prefetch", bugs="K21 K22 K24")
+def _(call: Next, plan: Any, after: int = 100, **tensors: Any) -> Any:
+    """One rank's slots are not filled any more after a hundred prefetches."""
+    slots = list(_slots(tensors, plan, call.rank).values())
+    before = [slot.clone() for slot in slots]
+    result = call(plan, **tensors)
+    if _late(call, after):
+        for slot, old in zip(slots, before, strict=True):
+            slot.copy_(old)
+    return result
+
+
+@fault("sums-wrong-later", on="buffer.combine", stage="combine", bugs="K14 K22 K24")
+def _(call: Next, *args: Any, after: int = 100, **kwargs: Any) -> Any:
+    """One rank's first token is one too much after a hundred combines."""
+    result = call(*args, **kwargs)
+    if _late(call, after):
+        result[0][0] += 1
+    return result
+
+
+@fault("gathered-weights-overwritten", on="buffer.combine", stage="combine", bugs="K05 K22")
+def _(call: Next, *args: Any, **kwargs: Any) -> Any:
+    """One rank's combine returns the gathered route weights in memory that the next combine overwrites."""
+    result = call(*args, **kwargs)
+    if result[1] is None:
+        return result
+    return (result[0], call.memory.setdefault("out", result[1]).copy_(result[1]), *result[2:])

@@ -61,3 +61,15 @@ def token_counts(rig: Rig) -> None:
         for first, count in enumerate(counts):
             mine = counts[(first + 2 * rig.comm.rank) % len(counts)] if ranks > 1 else count
             session.forward(f"counts_{first}", rig.batch(mine))
+
+
+@scenario()
+def hundredth(rig: Rig) -> None:
+    """The same pass after a hundred others that nobody records, and after 160 more: the same bits."""
+    batch = rig.batch()
+    with rig.open() as session:
+        session.forward("base", batch)
+        for step, passes in (("hundredth", 100), ("later", 160)):
+            session.unrecorded(rig.data.shifted(), passes)
+            session.forward(step, batch)
+            rig.promise("V1", step, "base", *LAYER_TAPS)

@@ -60,6 +60,10 @@ def _replays(rig: Rig, session: BufferDoor) -> None:
     session.dispatch("replay_weights", batch, replay=first)
     rig.promise("V2", "replay_weights", "plan", "dispatch.rows", "dispatch.row_weights")
     rig.promise("V6", "replay_weights", "plan", *_PLAN)
+    # A plan fixes where rows go, not what they are: a replay that sends what it sent before shows.
+    other = replace(rig.data.shifted(), topk_ids=batch.topk_ids)
+    sent = session.dispatch("replay_other", other, replay=first)
+    session.combine("replay_other", sent, _injected(rig, sent))
 
 
 @scenario(needs=("buffer",), injects=True)

@@ -145,6 +145,9 @@ class LayerDoor(Protocol):
     def forward(self, step: str, batch: Batch, layer: int = 0, mark: bool = False, **flags: bool) -> Tensor:
         """Run dispatch, prefetch, experts and combine as one recorded step; returns ``[S, H]``."""
 
+    def unrecorded(self, batch: Batch, times: int) -> None:
+        """Run so many passes of a batch of which nothing is noted; of a Buffer without experts."""
+
     def close(self) -> None:
         """Collective."""
 

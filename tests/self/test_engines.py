@@ -97,6 +97,7 @@ HONEST = {
     "hot:5+abort+@slot_used": "I11 I15 Z1",
     "hot:5+reload+@slot_used": "I8 W1 M1",
     "hot:5+lives+@slot_used": "V7 I8 W1 I15 M1",
+    "hot:5+hundredth+@slot_used": "V1 M1",
     "configurations": "Z1 M1",
     "hot:5+metamorphic+@slot_used": "V9 V10 V11 V12 I8 M1",
     "tokens:5,11+metamorphic": "V9 V10 V11 V12",

@@ -34,6 +34,7 @@ WIDE_IDS = "R2+E384+K9+S31+H40+I24+hot_rank:1"
 WIDE_SLOTS = "R2+E896+K7+S17+H24+I8+hot_rank:0"
 WIDE_ROWS = "R2+E2+K8+S8200+H8+I8+pad4+hot_rank:1"
 SHAPES = "R2+E6+K2+S7+H24+I8+pad5+hot:1+shapes"
+HUNDREDTH = "R2+E6+K2+S3+H24+I8+hot:1+hundredth"
 GROUPS = "R4+E12+K3+S7+H24+I8+pad5+hot:1+groups"
 K3 = "R4+E12+K3+S7+H24+I20+pad5+zipf:1.0+fill:real+k3"
 
@@ -186,6 +187,12 @@ KILLED_BY = {
     "experts-rows-narrowed": ("failed", "P1", WIDE_ROWS),
     "combine-rows-narrowed": ("failed", "C1", WIDE_ROWS),
     "offset-narrowed": ("failed", "D1", WIDE_ROWS),
+    "rows-wrong-later": ("failed", "D1", HUNDREDTH),
+    "slots-wrong-later": ("failed", "W1", HUNDREDTH),
+    "sums-wrong-later": ("failed", "C1", HUNDREDTH),
+    "gathered-weights-overwritten": ("failed", "C2", VARIANTS),
+    "replay-sends-first-tokens": ("failed", "D1", VARIANTS),
+    "replay-sends-first-weights": ("failed", "D1", VARIANTS),
     "plan-kept-by-ids": ("failed", "O1", SHAPES),
     "columns-of-first-buffer": ("failed", "D1", SHAPES),
     "bytes-of-first-buffer": ("failed", "W1", SHAPES),

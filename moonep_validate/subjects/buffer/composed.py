@@ -361,8 +361,8 @@ class ComposedSession:
                 out = self._call["combine"](sent.plan, rows, sent.row_weights, **flags)
             if flags.get("async_finish"):
                 self._wait(out[2])
-            call.put(topk_weights=out[1])
-            call.put_as_is(hidden=out[0])
+            # Not copied: results are the caller's, and a later call that writes into them shows.
+            call.put_as_is(hidden=out[0], **({} if out[1] is None else {"topk_weights": out[1]}))
             if flags.get("zero_copy"):  # the rows change by contract
                 call.put(after_rows=rows)
             else:
@@ -371,6 +371,19 @@ class ComposedSession:
             self._note_leases(call)
         result: Tensor = out[0]
         return result
+
+    def unrecorded(self, batch: Batch, times: int) -> None:
+        """See ``LayerDoor.unrecorded``."""
+        batch = self.rig.here(batch)
+        counts = batch.topk_ids.flatten().bincount(minlength=self.case.E).int()
+        with self.rig.recorder.call("unrecorded", "passes"):
+            for _ in range(times):
+                given = (batch.hidden, batch.topk_weights, batch.topk_ids, counts)
+                rows, row_weights, _, plan = self._call["dispatch"](*given)
+                self._call["prefetch_weight"](plan, **self.weights.prefetch_arguments())
+                self._call["combine"](plan, rows, row_weights)
+        if leases := getattr(self.buffer, "leases", None):
+            leases.drain()
 
     def capture(self, step: str, sent: Dispatched) -> Captured:
         """Capture a pass by the plan of an earlier dispatch in a CUDA graph; collective."""

@@ -124,6 +124,18 @@ class LayerSession:
             out: Tensor = self._forward(layer, hidden, weights, ids, counts)
         return out.detach().to("cpu", copy=True)
 
+    def unrecorded(self, batch: Batch, times: int) -> None:
+        """See ``LayerDoor.unrecorded``; layer 0 must have run, since a Buffer that is built now is in no step."""
+        living, counts = self.layer(0), self.rig.comm.exchange("tokens", batch.tokens)
+        taps.watch(None)
+        with self.rig.recorder.call("unrecorded", "passes"):
+            for _ in range(times):
+                hidden, weights, ids = (
+                    t[: batch.tokens].to(self.device) for t in (batch.hidden, batch.topk_weights, batch.topk_ids)
+                )
+                self._forward(living, hidden, weights, ids, counts)
+        taps.watch(self.tap)
+
     def abort(self, step: str, batch: Batch) -> None:
         """A step in which combine raises on every rank, as a failed kernel would."""
         living = self.layer(0)
