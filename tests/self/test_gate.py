@@ -349,9 +349,24 @@ def test_each_kind_of_change_is_told() -> None:
         "r c: not run (no GPU); it was passed"
     ]
     assert lines(outcome(told()), outcome(told(), level="stand-in"))["gone"] == [
-        "run r: its level fell from real to stand-in"
+        "run r: the level of prefetch fell from real to stand-in"
     ]
     assert lines(outcome(told()), outcome(told(), told("e"))) == {"added": ["r e"]}
+
+
+def test_the_level_of_each_stage_is_compared() -> None:
+    """A part that became a stand-in is seen beside one that always was."""
+    weak = Evidence("stand-in", "moonep 1", "", ["plan", "combine"])
+    base = outcome(told())
+    base = replace(
+        base, runs=[replace(base.runs[0], evidence=[weak, Evidence("real", "e", "", ["layer", "load"])])]
+    )
+    now = replace(
+        base, runs=[replace(base.runs[0], evidence=[weak, Evidence("patched", "e", "", ["layer", "load"])])]
+    )
+    assert base.level == now.level == "stand-in"
+    assert lines(base, now) == {"gone": ["run r: the level of load, layer fell from real to patched"]}
+    assert lines(now, base) == {}
 
 
 def test_cases_that_a_cut_left_out_are_told_by_the_cut_alone() -> None:

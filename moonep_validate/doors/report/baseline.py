@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from moonep_validate.doors.report.outcome import CaseTold, Evidence, Outcome, RunTold
+from moonep_validate.judge.stages import PLACE
 from moonep_validate.judge.verdict import LEVELS
 from moonep_validate.trace.trace import TraceError
 
@@ -76,7 +77,12 @@ def compare(base: Outcome, now: Outcome) -> Change:
 def pruned(outcome: Outcome) -> bytes:
     """What a later comparison needs of an outcome, one case a line: no times, findings, paths or environment."""
     runs = [
-        replace(run, seconds=0.0, smallest="", evidence=[Evidence(one.level, "", "", []) for one in run.evidence])
+        replace(
+            run,
+            seconds=0.0,
+            smallest="",
+            evidence=[Evidence(one.level, "", "", one.stages) for one in run.evidence],
+        )
         for run in outcome.runs
     ]
     cases = [_filled(replace(case, seconds=0.0, command="", problems=[], more=[])) for case in outcome.cases]
@@ -117,10 +123,30 @@ def _runs(base: Outcome, now: Outcome) -> Lines:
         if new is None:
             yield "gone", f"run {old.name} of the baseline did not run"
             continue
-        if new.level in LEVELS and old.level in LEVELS and LEVELS.index(new.level) < LEVELS.index(old.level):
-            yield "gone", f"run {old.name}: its level fell from {old.level} to {new.level}"
+        yield from _fallen(old, new)
         if old.seconds and old.seconds * _SLOWER + _SECONDS < new.seconds:
             yield "moved", f"run {old.name}: {new.seconds:.1f} s, it took {old.seconds:.1f} s"
+
+
+def _fallen(old: RunTold, new: RunTold) -> Lines:
+    """Stages whose part counted for more before, together where they fell alike."""
+    was, now = _levels(old), _levels(new)
+    fallen: dict[tuple[str, str], list[str]] = {}
+    for stage in was.keys() & now.keys():
+        if now[stage] < was[stage]:
+            fallen.setdefault((LEVELS[was[stage]], LEVELS[now[stage]]), []).append(stage)
+    for (before, after), stages in sorted(fallen.items()):
+        names = ", ".join(sorted(stages, key=PLACE.__getitem__))
+        yield "gone", f"run {old.name}: the level of {names} fell from {before} to {after}"
+
+
+def _levels(run: RunTold) -> dict[str, int]:
+    """Stage -> place in ``LEVELS`` of the weakest part that ran there."""
+    found: dict[str, int] = {}
+    for part in run.evidence:
+        for stage in part.stages if part.level in LEVELS else ():
+            found[stage] = min(LEVELS.index(part.level), found.get(stage, len(LEVELS)))
+    return found
 
 
 def _failures(before: Cases, after: Cases, tolerated: frozenset[tuple[str, str]]) -> Lines:
