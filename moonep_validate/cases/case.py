@@ -107,6 +107,12 @@ class Case:
         missed = FORMATS[self.format.name].unportable(self.H, self.I)
         return f"H={self.H}, I={self.I}: {missed}" if missed else None
 
+    @property
+    def refusal(self) -> str:
+        """Why nobody can make the data of this case again, or empty."""
+        told = "its data are what a served engine was given; `moonep-validate check` judges its trace"
+        return told if self.routing.name == "sampled" else ""
+
     def token_count(self, rank: int) -> int:
         """Real tokens of ``rank``; tokens from this index on are padding."""
         return self.S if self.tokens is None else self.tokens[rank]

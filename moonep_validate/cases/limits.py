@@ -194,6 +194,8 @@ def _check_routing_argument(case: Case) -> None:
             1 <= int(args[0]) < case.E,
             f"empty_experts: {args[0]} experts, must be 1 to E-1={case.E - 1}, so that one expert is left",
         )
+    if name == "sampled":
+        _require(min(map(int, args)) >= 0, f"sampled: layer {args[0]} and call {args[1]} count from 0")
     if name == "table":
         need = case.R * case.S * case.K
         _require(

@@ -44,6 +44,9 @@ _WORDS = {
     "overflow": Word(
         "routing", "overflow", "as chain, and a rank needs several remote experts (slots1 overflows)"
     ),
+    "sampled": Word(
+        "routing", "sampled:LAYER,CALL", "what a served engine gave a MoE layer; `check` judges it", (int, int)
+    ),
     "ints": Word("fill", "fill:ints", "every sum is exact, so each wrong row is a bit difference"),
     "real": Word("fill", "fill:real", "normal-like values, judged by derived bounds"),
     "ulp": Word("fill", "fill:ulp", "random mantissas in one binade, so that rounding points show"),

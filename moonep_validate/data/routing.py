@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from moonep_validate.cases.case import Case
+from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.hashing import below, hashed, normal, unit
 
 _Generator = Callable[[Case, int], Tensor]  # [S, K] or only the real tokens, [token_count, K]
@@ -280,6 +280,10 @@ def _table(case: Case, rank: int) -> Tensor:
     return torch.tensor([int(expert) for expert in ids]).view(case.S, case.K)
 
 
+def _sampled(case: Case, rank: int) -> Tensor:
+    raise CaseError(f"{case.routing}: {case.refusal}")
+
+
 def _no_expert_twice(case: Case, rank: int, loads: Tensor, pool: int | None = None) -> bool:
     """No expert has more routes than if each token takes distinct ones of ``pool`` experts, or all in turn."""
     return int(loads.max()) <= case.token_count(rank) * -(-case.K // (pool or case.E))
@@ -323,6 +327,7 @@ _GENERATORS: dict[str, _Generator] = {
     "ties": _ties,
     "chain": _chain,
     "overflow": _overflow,
+    "sampled": _sampled,
 }
 
 _PROMISES: dict[str, _Promise] = {
@@ -343,4 +348,5 @@ _PROMISES: dict[str, _Promise] = {
     "ties": lambda case, rank, loads: _spread(loads) <= 2,  # a part of a block at either end
     "chain": lambda case, rank, loads: _as_dealt(case, rank, _home_loads(case, loads), _starving_loads(case)),
     "overflow": lambda case, rank, loads: _as_dealt(case, rank, loads, _overflow_loads(case)),
+    "sampled": lambda case, rank, loads: True,
 }

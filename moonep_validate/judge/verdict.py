@@ -157,7 +157,9 @@ class Verdict:
 
     @property
     def command(self) -> str:
-        """The one-line command that runs this case again."""
+        """The one-line command that runs this case again, or judges what cannot run again."""
+        if self.case.refusal:
+            return "moonep-validate check FOLDER"
         return " ".join(f"moonep-validate run --case '{self.case}' {self.reproducer}".split())
 
     @property

@@ -41,6 +41,8 @@ def skipped(trace: Trace) -> str:
     """Why a trace cannot be compared with its case's own data, or empty."""
     if trace.not_run:
         return ""
+    if trace.case.refusal:
+        return "sampled: the data are what a served engine was given"
     if trace.layer_door:
         return "an engine pads and orders its batches itself"
     if _elements(trace.case) > MAX_ELEMENTS:

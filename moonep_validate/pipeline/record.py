@@ -53,7 +53,7 @@ def record(job: Job, case: Case) -> Trace:
 
 def refused(job: Job, case: Case) -> str | None:
     """Why a job does not run a case here, or None."""
-    return job.subject.supports(case) or _needs_gpu(job, case) or too_few_gpus(job, case.R)
+    return case.refusal or job.subject.supports(case) or _needs_gpu(job, case) or too_few_gpus(job, case.R)
 
 
 def _needs_gpu(job: Job, case: Case) -> str | None:

@@ -52,6 +52,23 @@ class PathTaken:
 
 
 @dataclass(frozen=True)
+class Layers:
+    """What became of the MoE layer calls that were sampled inside the engine.
+
+    Attributes:
+        calls: how many were judged.
+        layers: which MoE layers they were of, counted from 0 in the order of the model.
+        status: the worst of their verdicts.
+        said: one sentence.
+    """
+
+    calls: int
+    layers: list[int]
+    status: str
+    said: str
+
+
+@dataclass(frozen=True)
 class Who:
     """Who answered.
 
@@ -64,6 +81,7 @@ class Who:
         path: what taps saw, or None where there were none.
         expects: the path that must have been used, e.g. ``moonep``.
         vocab: size of the vocabulary; 0 where nobody said.
+        layers: the verdict on its sampled MoE layer calls, or None where there were no taps.
     """
 
     engine: str
@@ -76,6 +94,7 @@ class Who:
     path: PathTaken | None = None
     expects: str = ""
     vocab: int = 0
+    layers: Layers | None = None
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.engine, self.version, self.dtype, self.backend)))

@@ -28,6 +28,7 @@ PROMISES = {
     "answered": "Both sides answer the same questions, in full, with numbers",
     "apart": "The two sides were run by themselves: neither is a copy of the other",
     "path": "The path that a side names was used on each of its ranks, for real tokens",
+    "layers": "The MoE layer calls that were sampled in an engine keep the contract",
     "tokens": "A different token is a tie within the noise of this pair",
     "drift": "Log probabilities of the same tokens are no further apart than noise",
 }
@@ -139,6 +140,7 @@ def judge_pair(
         _answered(base, candidate),
         _apart(base, candidate, *healthy, *([reference] if reference else [])),
         _path(base, candidate),
+        _layers(base, candidate),
         _tokens(prompts, noise, exact),
         _drift(drifts, noise, tested),
     )
@@ -262,6 +264,18 @@ def _path(base: Answers, candidate: Answers) -> PairResult:
         (),
         "; ".join(reasons),
     )
+
+
+def _layers(base: Answers, candidate: Answers) -> PairResult:
+    """What the checks of the layer said of the calls that taps wrote down."""
+    known = [
+        (side.who, side.who.layers) for side in (base, candidate) if side.who.layers and side.who.layers.calls
+    ]
+    if not known:
+        return PairResult("layers", "not_applicable", 0)
+    status = worst([layers.status for _, layers in known])
+    reason = "; ".join(f"{who}: {layers.said}" for who, layers in known)
+    return PairResult("layers", status, sum(layers.calls for _, layers in known), (), reason)
 
 
 def _tokens(prompts: Sequence[PromptVerdict], noise: Noise, exact: bool) -> PairResult:

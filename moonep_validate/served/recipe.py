@@ -84,6 +84,8 @@ class Recipe:
     longest: Annotated[int, Within(2)] = 4096
     prompt_logprobs: bool = True
     expects: Literal["", "moonep"] = ""
+    samples: Annotated[int, Within(0, 1000)] = 12
+    sample_every: Annotated[int, Within(1)] = 16
 
     @property
     def speaks(self) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moonep_validate.errors import CaseError
+from moonep_validate.served import samples
 from moonep_validate.served.answers import GREEDY, Answer, Answers, read, write
 from moonep_validate.served.child import answered
 from moonep_validate.served.prompts import Prompt, make_prompts, read_prompts
@@ -23,6 +24,7 @@ from moonep_validate.served.server import Server, running
 from moonep_validate.served.speak import SPEAKERS
 from moonep_validate.served.store import Store
 from moonep_validate.served.taps.counting import path_taken, variables
+from moonep_validate.served.taps.schedule import Amount
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def _answers(side: str, questions: Questions, base: Answers | None, save: Path |
         return read(Path(side))
     recipe = _recipe(side, questions)
     if recipe.in_process:
-        return _in_process(recipe, questions, base)
+        return _in_process(recipe, questions, base, save)
     return _from_server(recipe, questions, base, save)
 
 
@@ -99,7 +101,7 @@ def _forced(base: Answers | None) -> dict[str, list[int]]:
     return {name: one.tokens.tolist() for name, one in base.run(GREEDY).items()} if base else {}
 
 
-def _in_process(recipe: Recipe, questions: Questions, base: Answers | None) -> Answers:
+def _in_process(recipe: Recipe, questions: Questions, base: Answers | None, save: Path | None) -> Answers:
     with tempfile.TemporaryDirectory(prefix="moonep-taps-") as folder:
         environment = _environment(recipe, Path(folder))
         request = Request(
@@ -117,7 +119,7 @@ def _in_process(recipe: Recipe, questions: Questions, base: Answers | None) -> A
         found = answered(
             request, recipe.deadline, recipe.python, environment, log, ranks=recipe.ranks, hide=recipe.hide
         )
-        return _with_path(found, recipe, Path(folder))
+        return _with_path(found, recipe, Path(folder), save)
 
 
 def _options(arguments: Sequence[str]) -> dict[str, Any]:
@@ -135,13 +137,18 @@ def _options(arguments: Sequence[str]) -> dict[str, Any]:
 
 def _environment(recipe: Recipe, folder: Path) -> dict[str, str]:
     path = recipe.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
-    return {**recipe.environment, **(variables(folder, path) if recipe.expects else {})}
+    amount = str(Amount(recipe.sample_every, recipe.samples)) if recipe.samples else ""
+    return {**recipe.environment, **(variables(folder, path, amount) if recipe.expects else {})}
 
 
-def _with_path(found: Answers, recipe: Recipe, folder: Path) -> Answers:
+def _with_path(found: Answers, recipe: Recipe, folder: Path, save: Path | None) -> Answers:
+    """With what the taps counted, and the verdict on the calls that they sampled, whose traces are kept."""
     if not recipe.expects:
         return found
-    return replace(found, who=replace(found.who, expects=recipe.expects, path=path_taken(folder)))
+    layers, traces = samples.judged(samples.collect(folder), samples.stopped(folder))
+    if save and traces:
+        samples.save(traces, save.with_suffix(".samples"))
+    return replace(found, who=replace(found.who, expects=recipe.expects, path=path_taken(folder), layers=layers))
 
 
 def _from_server(recipe: Recipe, questions: Questions, base: Answers | None, save: Path | None) -> Answers:
@@ -152,7 +159,7 @@ def _from_server(recipe: Recipe, questions: Questions, base: Answers | None, sav
         server = nullcontext(None) if recipe.url else running(recipe, partial(ready, recipe))
         with server as living:
             found = _ask(recipe, questions, base, save, living)
-        return _with_path(found, recipe, Path(folder))
+        return _with_path(found, recipe, Path(folder), save)
 
 
 def _ask(

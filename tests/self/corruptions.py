@@ -180,6 +180,13 @@ def slot_of_another_expert(trace: Trace) -> None:
     tensor(trace, "prefetch", "slot_gate")[0] = tensor(trace, "prefetch", "local_gate", 2)[1]
 
 
+def slot_read_elsewhere(trace: Trace) -> None:
+    """An engine's experts, which say nothing of slots at dispatch, read other ones than were filled."""
+    for rank in range(trace.case.R):
+        del call(trace, "dispatch", rank).info["slots"]
+    tensor(trace, "experts", "weight_gate")[trace.case.E // trace.case.R, 3, 4] += 1
+
+
 def unused_slot_written(trace: Trace) -> None:
     tensor(trace, "prefetch", "slot_gate")[-1, 0, 0] = 2.0
 
@@ -458,6 +465,7 @@ CORRUPTIONS = [
     Corruption("U1", "dispatch", "expected nothing, got hidden", info("dispatch", "changed", ["hidden"])),
     Corruption("W1", "prefetch", "up weight bits at rank 1, slot 0, expert 1, weight row 7", stale_slot),
     Corruption("W1", "prefetch", "; the slot holds expert 7", slot_of_another_expert),
+    Corruption("W7", "prefetch", "that the experts read bits at rank 1, slot 0, expert 1", slot_read_elsewhere),
     Corruption("W2", "prefetch", "gate of an unused slot bits at rank 1, slot 2", unused_slot_written),
     Corruption("W4", "prefetch", "a collective between a local write and prefetch at rank 1", late_poison),
     Corruption("W5", "prefetch", "prefetch returned at rank 1", prefetch_not_done, EQUAL_LOADS),

@@ -78,7 +78,7 @@ def workers() -> list[int]:
 # The honest engine.
 
 HONEST = {
-    "hot:5+@slot_used": "I1 I2 I3 I4 I6 I8 I15 I16 L3 X2 D1 W1 P1 C1 M1 F1",
+    "hot:5+@slot_used": "I1 I2 I3 I4 I6 I8 I15 I16 L3 X2 D1 W1 W7 P1 C1 M1 F1",
     "fill:real+hot:1+@slot_used": "I1 I8 P1 C3 M1",
     "tokens:5,11+fill:real+zipf:1.0": "I1 I3 I4 I16 M1",
     "tokens:0,3+hot:6+@empty_rank": "I1 I4 I16 M1",

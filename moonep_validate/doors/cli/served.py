@@ -84,9 +84,12 @@ def compare(
 
 
 def _locate(who: Who, run: bool) -> None:
-    """From tokens to the stage: say the next command, or run it."""
+    """From tokens to the stage: what the sampled layers say, else the next command, or its run."""
     from moonep_validate.served.locate import arguments, meaning
 
+    if who.layers and who.layers.calls and not run:
+        note(f"{who.layers.said}{': look outside them' * (who.layers.status == 'passed')}")
+        return
     if not (found := arguments(who)):
         return
     if not run:

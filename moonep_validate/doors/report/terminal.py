@@ -55,6 +55,8 @@ def show_evidence(console: Console, trace: Trace) -> None:
         )
         for seam in part.seams:
             console.print(f"  replaced: {escape(seam)}", highlight=False, soft_wrap=True)
+    if trace.case.refusal:
+        console.print("evidence: [bold]sampled[/bold] inputs, as a served engine was given them", highlight=False)
 
 
 def show_problem(console: Console, verdict: Verdict) -> None:

@@ -108,7 +108,8 @@ def prefetch_in_time(s: Step) -> Iterator[Compared]:
     """Prefetch runs between dispatch and combine, and all three use the same plan"""
     order = []
     for rank in range(s.case.R):
-        s.call("layer", rank)  # or this step is no whole pass
+        if not s.case.refusal:
+            s.call("layer", rank)  # or this step is no whole pass; a sampled one is
         calls = s.calls_of(rank)
         ops = [call.op for call in calls if call.op in ("dispatch", "prefetch", "combine")]
         s.call("dispatch", rank)  # both on this rank, or on none
@@ -116,7 +117,12 @@ def prefetch_in_time(s: Step) -> Iterator[Compared]:
         strange = [
             call.op for call in calls if call.info.get("same_plan") is False and not call.info.get("replay")
         ]
-        order.append(", ".join(ops) + (f"; {strange[0]} with another plan" if strange else ""))
+        strayed = any(call.info.get("same_weights") is False for call in calls) and "prefetch" in ops
+        order.append(
+            ", ".join(ops)
+            + (f"; {strange[0]} with another plan" if strange else "")
+            + ("; into other weights than the experts read" if strayed else "")
+        )
     want = np.array(["dispatch, prefetch, combine"] * s.case.R)
     yield differ("calls in order", want, np.array(order), axes("rank"))
 

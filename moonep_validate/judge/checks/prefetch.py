@@ -77,6 +77,24 @@ def _owner(s: Step, name: str, want: Tensor, got: Tensor) -> str:
     return "; the slot holds no expert's weights"
 
 
+@check("W7", "prefetch", needs="full", about_callers=True)
+def slots_read(s: Step) -> Iterator[Compared]:
+    """What an engine's experts read in a used slot are the weights of its expert"""
+    if not s.by_engine or "experts" not in s.ops():
+        raise Absent("no engine read the slots of this step")
+    rank, slot = np.nonzero(s.copies >= 0)
+    if not len(rank):
+        raise Absent("the plan uses no slot")
+    expert = s.copies[rank, slot]
+    first = 0 if s.layout.num_home_groups == s.case.E else s.layout.home(expert) * s.case.experts_per_rank
+    home, group = s.layout.home(expert), s.layout.num_home_groups + slot
+    marked = s.has_call("layer", 0) and s.info("layer", "marked", False)  # then the slots' down changed its sign
+    for name in s.stored_names("experts", "weight_")[: 2 if marked else None]:
+        held = s.tap("experts", f"weight_{name}")
+        due, got = held[home, expert - first], held[rank, group]
+        yield differ_bits(f"{name} weight that the experts read", due, got, _place(rank, slot, expert))
+
+
 @check("W2", "prefetch", needs="digest")
 def other_slots_unchanged(s: Step) -> Iterator[Compared]:
     """Unused slots, and gaps behind the slots, stay as they were"""

@@ -105,14 +105,16 @@ def path_taken(folder: Path) -> PathTaken:
     return PathTaken(*columns)
 
 
-def variables(folder: Path, path: str | None) -> Mapping[str, str]:
+def variables(folder: Path, path: str | None, samples: str = "") -> Mapping[str, str]:
     """Variables of an engine's processes that bring the taps in.
 
     Args:
         folder: for the counts; it exists.
         path: PYTHONPATH that they would have otherwise.
+        samples: how many MoE layer calls are written down, as ``schedule.Amount`` spells it; empty for none.
     """
     import moonep_validate
 
     ours = [str(Path(__file__).parent / "site"), str(Path(moonep_validate.__file__).parents[1])]
-    return {"MOONEP_VALIDATE_TAPS": str(folder), "PYTHONPATH": os.pathsep.join(filter(None, [*ours, path]))}
+    told = {"MOONEP_VALIDATE_TAPS": str(folder), "MOONEP_VALIDATE_SAMPLES": samples}
+    return {**told, "PYTHONPATH": os.pathsep.join(filter(None, [*ours, path]))}

@@ -38,7 +38,7 @@ from moonep_validate.subjects import experts
 from moonep_validate.subjects.buffer.api import Gradients, Slots, make_buffer
 from moonep_validate.subjects.buffer.captured import Captured, in_capture
 from moonep_validate.subjects.buffer.plan import plan_inputs, plan_tensors
-from moonep_validate.trace.recording import sampled_rows
+from moonep_validate.subjects.buffer.sample import put_sample
 from moonep_validate.trace.trace import Call
 from moonep_validate.worlds.comm import CollectiveError
 
@@ -284,7 +284,7 @@ class ComposedSession:
             call.put(out=out)
             call.unchanged(**inputs)
         elif call.recording.reaches("columns") and out.shape == sent.rows.shape:
-            _put_sample(call, sent, weights, out)
+            put_sample(call, sent, weights, out)
         return out
 
     def compute_alone(self, step: str, number: int, lengths: Sequence[int]) -> Tensor:
@@ -421,17 +421,3 @@ class ComposedSession:
     def close(self) -> None:
         """See ``LayerDoor.close``."""
         self._call["destroy"]()
-
-
-def _put_sample(call: Call, sent: GroupedRows, weights: Mapping[str, Tensor], out: Tensor) -> None:
-    """Keep some rows whole, in and out, with the weights of their groups; P1 judges these."""
-    sample = sampled_rows(sent.end)
-    if "valid" in call.tensors:  # most rows of groups that are computed alone may be padding
-        occupied = call.tensors["valid"].nonzero()[:, 0]
-        sample = occupied[sampled_rows(len(occupied))]
-    sample = sample.to(out.device)
-    groups = torch.searchsorted(sent.cu_seqlens.long(), sample, right=True)
-    used, place = groups.unique(return_inverse=True)
-    row_weights = None if sent.row_weights is None else sent.row_weights[sample]
-    call.whole(sample=sample, sample_group=place, rows=sent.rows[sample], row_weights=row_weights, out=out[sample])
-    call.whole(**{name: weight[used] for name, weight in weights.items()})

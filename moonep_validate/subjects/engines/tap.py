@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from moonep_validate.data.problem import PROJECTIONS, Batch
+from moonep_validate.data.problem import Batch
 from moonep_validate.sessions.protocols import Dispatched
 from moonep_validate.sessions.rig import Rig
-from moonep_validate.subjects.buffer.plan import plan_inputs, plan_tensors
+from moonep_validate.subjects.engines import notes
 
 
 class Injected(RuntimeError):
@@ -89,37 +89,26 @@ class Tap:
         """Record a dispatch, then poison the rows after the last group; ``given`` is for faults."""
         self.dispatches += 1
         with self.rig.recorder.call(self.step, "dispatch") as call:
-            call.put(hidden=hidden, topk_ids=ids, topk_weights=weights, tokens_per_expert=counts)
-            given = flags.get("plan")
-            call.hold(**plan_inputs(given))
+            asked = dict(zip(notes.ASKED, (hidden, weights, ids, counts), strict=True))
+            notes.asked(call, asked, flags.get("plan"))
             out = self._around("buffer.dispatch", function)(hidden, weights, ids, counts, **flags)
-            rows, row_weights, cu_seqlens, plan = out[:4]
-            call.put(rows=rows, row_weights=row_weights, cu_seqlens=cu_seqlens)
-            call.put(**plan_tensors(plan))
-            call.unchanged(hidden=hidden, topk_ids=ids, topk_weights=weights, tokens_per_expert=counts)
-            call.unchanged(**plan_inputs(given))
-        self.sent = Dispatched(rows, row_weights, cu_seqlens, plan)
-        self.rig.poison(rows[self.sent.end :])
+            self.sent = notes.dispatched(call, asked, flags.get("plan"), out)
+        self.rig.poison(self.sent.rows[self.sent.end :])
         return out
 
     def prefetch_weight(self, function: Callable[..., Any], plan: Any, **arguments: Any) -> Any:
         """Record a prefetch of generation A into slots that hold poison before it, then mark them if asked."""
-        self.full = {name: arguments[f"full_{name}_weight"] for name in PROJECTIONS}
+        self.full = notes.full_of(arguments)
         case = self.rig.case
         first = self.rig.comm.rank * case.experts_per_rank
         own, slots = slice(first, first + case.experts_per_rank), slice(case.E, None)
         with self.rig.recorder.call(self.step, "prefetch") as call:
             call.info["same_plan"] = self.sent is not None and plan is self.sent.plan
-            for name, tensor in self.full.items():
+            for tensor in self.full.values():
                 self.rig.poison(tensor[slots])
-                call.put(**{f"local_{name}": tensor[own], f"before_{name}": tensor[slots]})
-            call.put(experts_to_copy=plan.experts_to_copy)
-            read = {f"full_{name}": tensor[: case.E] for name, tensor in self.full.items()}
-            call.hold(**read, **plan_inputs(plan))
+            notes.slots_before(call, self.full, own, case.E, plan)
             out = self._around("buffer.prefetch_weight", function)(plan, **arguments)
-            call.put(**{f"slot_{name}": tensor[slots] for name, tensor in self.full.items()})
-            call.unchanged(**{f"local_{name}": tensor[own] for name, tensor in self.full.items()})
-            call.unchanged(**read, **plan_inputs(plan))
+            notes.slots_after(call, self.full, own, case.E, plan)
         if self.mark:
             self.full["down"][slots].neg_()
         return out
@@ -148,19 +137,16 @@ class Tap:
         if self.sent is not None:
             with recorder.call(self.step, "experts") as call:
                 sent = self.sent
-                call.put(rows=sent.rows, row_weights=sent.row_weights, cu_seqlens=sent.cu_seqlens)
-                call.put(**{f"weight_{name}": tensor for name, tensor in self.full.items()}, out=hidden_nvsh)
+                call.put(**notes.given_to_experts(sent, self.full), out=hidden_nvsh)
             self.rig.poison(hidden_nvsh[sent.end :])
             for first, count in sent.plan.zero_fill_ranges.tolist():
                 self.rig.poison(hidden_nvsh[first : first + count])
         with recorder.call(self.step, "combine") as call:
             call.info["same_plan"] = self.sent is not None and plan is self.sent.plan
-            call.put(rows=hidden_nvsh, row_weights=route_weights_nvs)
-            call.hold(**plan_inputs(plan))
+            notes.rows_before(call, hidden_nvsh, route_weights_nvs, plan)
             out = self._around("buffer.combine", function)(plan, hidden_nvsh, route_weights_nvs, **flags)
-            call.put(hidden=out[0], topk_weights=out[1])
-            call.unchanged(rows=None if flags.get("zero_copy") else hidden_nvsh)
-            call.unchanged(row_weights=route_weights_nvs, **plan_inputs(plan))
+            zero_copy = bool(flags.get("zero_copy"))
+            notes.combined(call, hidden_nvsh, route_weights_nvs, plan, out, zero_copy)
         return out
 
 
