@@ -37,7 +37,7 @@ def write(path: Path, case: Case, rank: int, calls: list[Call], keep: str) -> No
         | {stage.name: Part("none", "nothing", "-") for stage in STAGES.values() if stage.owner == "model"},
         proves=f"MoE layers of {name} {engine.version} were right in the calls that were sampled while it served",
         leaves_open=_LEAVES_OPEN,
-        keep=keep,
+        recording=keep,
         layer_door=True,
     )
     part = path.with_suffix(".part")
