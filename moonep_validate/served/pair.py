@@ -268,13 +268,10 @@ def _path(base: Answers, candidate: Answers) -> PairResult:
 
 def _layers(base: Answers, candidate: Answers) -> PairResult:
     """What the checks of the layer said of the calls that taps wrote down."""
-    known = [
-        (side.who, side.who.layers) for side in (base, candidate) if side.who.layers and side.who.layers.calls
-    ]
-    if not known:
-        return PairResult("layers", "not_applicable", 0)
-    status = worst([layers.status for _, layers in known])
-    reason = "; ".join(f"{who}: {layers.said}" for who, layers in known)
+    asked = [(side.who, side.who.layers) for side in (base, candidate) if side.who.layers]
+    known = [(who, layers) for who, layers in asked if layers.calls]
+    status = worst([layers.status for _, layers in known]) if known else "not_applicable"
+    reason = "; ".join(f"{who}: {layers.said}" for who, layers in known or asked)
     return PairResult("layers", status, sum(layers.calls for _, layers in known), (), reason)
 
 

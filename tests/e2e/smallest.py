@@ -1,6 +1,7 @@
-"""The smallest pair: makes the tiny model here, then one process of vLLM against MoonEP on two ranks.
+"""The smallest pairs: one process of vLLM against MoonEP on two ranks, in process and behind vLLM's server.
 
-In an environment with vLLM and moonep-validate. Options of pytest replace the pair.
+They serve the tiny model, which is made here. In an environment with vLLM and moonep-validate; options of pytest
+replace the pairs.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ def main() -> int:
 
     make(Path("tiny"))
     recipes = HERE / "recipes"
-    pair = ["--moonep-pair", str(recipes / "one.toml"), str(recipes / "moonep.toml")]
-    chosen = sys.argv[1:] or ["--moonep-reference", str(recipes / "reference.toml"), *pair]
+    pairs = [
+        word
+        for candidate in ("moonep.toml", "http-moonep.toml")
+        for word in ("--moonep-pair", str(recipes / "one.toml"), str(recipes / candidate))
+    ]
+    chosen = sys.argv[1:] or ["--moonep-reference", str(recipes / "reference.toml"), *pairs]
     config = [
         "-c",
         str(ROOT / "pyproject.toml"),

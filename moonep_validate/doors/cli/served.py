@@ -87,16 +87,19 @@ def _locate(who: Who, run: bool) -> None:
     """From tokens to the stage: what the sampled layers say, else the next command, or its run."""
     from moonep_validate.served.locate import arguments, meaning
 
-    if who.layers and who.layers.calls and not run:
-        note(f"{who.layers.said}{': look outside them' * (who.layers.status == 'passed')}")
-        return
+    layers = who.layers if who.layers and who.layers.calls else None
+    if layers:
+        note(f"{layers.said}{': look outside them' * (layers.status == 'passed')}")
+        if not run:
+            return
     if not (found := arguments(who)):
         return
     if not run:
         note(f"next, are its MoE layers right? moonep-validate {shlex.join(found)}")
         return
     code = subprocess.run([sys.executable, "-m", "moonep_validate", *found], check=False).returncode
-    note(meaning(code))
+    alone = layers and layers.status == "failed" and code == 0
+    note("the engine's code is right on weights of the suite; what it served was not" if alone else meaning(code))
 
 
 def _show(verdict: PairVerdict, base: Answers, candidate: Answers) -> None:
