@@ -146,7 +146,7 @@ def _parity(config: pytest.Config, job: Job, cases: list[Case]) -> Parity:
             parity = config.stash[_PARITY] = enter(job, cases)
         except CaseError as error:
             pytest.exit(str(error), pytest.ExitCode.USAGE_ERROR)
-        parity.cases = [case for case in cases if parity.world.size == case.R]
+        parity.cases = [case for case in cases if parity.size == case.R]
         parity.console = Console(file=_reporter(config)._tw._file, width=120)  # beside what pytest captures
     return config.stash[_PARITY]
 
@@ -154,4 +154,4 @@ def _parity(config: pytest.Config, job: Job, cases: list[Case]) -> Parity:
 def finish(config: pytest.Config) -> None:
     """Wait for all ranks, so that torchrun does not end one that still writes its report."""
     if _PARITY in config.stash:
-        config.stash[_PARITY].world.end()
+        config.stash[_PARITY].leave()

@@ -1,7 +1,7 @@
-"""What does a rank of torchrun do? Rank 0 leads: it loops over cases, judges and reports; the others serve.
+"""What does a process of torchrun do? Rank 0 leads: it loops over cases, judges and reports; the others serve.
 
-Each rank records its own calls; rank 0 gathers their bytes, judges them, and tells all ranks the verdict. So one
-report is printed, and every rank exits with the same code.
+Each rank records its own calls (pipeline/member.py); rank 0's child gathers their bytes, this process judges them,
+and all ranks are told the verdict. So one report is printed, and every rank exits with the same code.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from moonep_validate.judge.verdict import Verdict
 from moonep_validate.pipeline.job import Job
 from moonep_validate.pipeline.judge import judge
 from moonep_validate.pipeline.lost import calls_of_lost_rank, deadlocked
+from moonep_validate.pipeline.member import Member, alike
 from moonep_validate.pipeline.record import RECORDERS, open_trace, take_parts
-from moonep_validate.pipeline.selection import buffer_key, too_few_gpus
-from moonep_validate.pipeline.worker import record_rank
+from moonep_validate.pipeline.selection import too_few_gpus
 from moonep_validate.trace.trace import Call, Trace
-from moonep_validate.worlds import torchrun
 from moonep_validate.worlds.autopsy import Rank, autopsy, diagnosis
-from moonep_validate.worlds.dist import DistComm
-from moonep_validate.worlds.flight import CASE, Logged, finish, phases
-from moonep_validate.worlds.place import place
+from moonep_validate.worlds.first import First
+from moonep_validate.worlds.flight import CASE, phases
+from moonep_validate.worlds.place import Place, place
 from moonep_validate.worlds.processes import Reply
 
 if TYPE_CHECKING:
@@ -42,63 +41,55 @@ COMMAND = "torchrun --nproc-per-node N -m moonep_validate parity"
 
 
 class Parity:
-    """One rank of the job; collective.
+    """This process's part of the job; collective.
+
+    On rank 0 it leads, and its child is the rank: so no code from outside runs where verdicts are made.
 
     Args:
-        world: all ranks.
+        here: which rank it is.
         job: what runs, the same on every rank.
+        cases: to choose from, the same on every rank.
 
     Attributes:
+        size: number of ranks.
         cases: that are to run.
         verdicts: so far, on rank 0.
         folder, console: for the report, on rank 0.
     """
 
-    def __init__(self, world: torchrun.World, job: Job) -> None:
-        self.world, self.job = world, job
+    def __init__(self, here: Place, job: Job, cases: Sequence[Case]) -> None:
+        self.size, self.job = here.size, job
         self.cases, self.verdicts = list[Case](), list[Verdict]()
         self.folder: OutputFolder | None = None
         self.console = Console(width=None if sys.stdout.isatty() else 120)
-        self._keys: set[object] = set()
         self._case: Case | None = None
-        world.on_lost = self._bury
-        RECORDERS["torchrun"] = self.record
+        self._member: Member | None = None
+        self._first: First | None = None
+        if here.rank:
+            self._member = Member(here, job.device, alike(job, cases))
+        else:
+            hello = {"device": job.device, "alike": alike(job, cases)}
+            self._first = First("moonep_validate.pipeline.member", hello, here.size, self._bury)
+            RECORDERS["torchrun"] = self.record
 
     @property
     def leads(self) -> bool:
-        """Whether this rank judges and reports."""
-        return self.world.rank == 0
+        """Whether this process judges and reports."""
+        return self._first is not None
 
     def record(self, job: Job, case: Case, trace: Trace) -> None:
         """Record a case on all ranks; called on rank 0 only, the others ``serve``."""
-        self.world.share(("record", job.to_json(), str(case)))
-        replies = [Reply(data) for data in self._part(job, case)]
+        assert self._first is not None
+        self._case = case
+        replies = [Reply(data) for data in self._first.record(job.to_json(), str(case), job.deadline_at_first)]
         for rank, problem in take_parts(trace, replies).items():
             lost = Reply(problem=problem)
             trace.calls[rank] = calls_of_lost_rank(rank, lost, trace, job.deadline, deadlock=False)
-
-    def _part(self, job: Job, case: Case) -> list[bytes]:
-        """This rank's part of a case, then those of all ranks on rank 0."""
-        key, self._case = buffer_key(case), case
-        limit = job.deadline if key in self._keys else job.deadline_at_first
-        self._keys.add(key)
-        with self.world.watched(limit):
-            comm = Logged(DistComm(), self.world.flight)
-            trace, failed = record_rank(job, case, comm)
-            if job.target.kind.embedded and not failed:
-                try:
-                    finish(comm)
-                except RuntimeError as error:
-                    trace.errors.append(f"this rank had finished, and its peers had not: {error}")
-            with self.world.hurried(failed and not job.target.kind.embedded):
-                parts = self.world.gather(trace.to_bytes(sealed=False))
-            self._case = None
-            return parts
-        raise AssertionError("a lost world has ended this process")
+        self._case = None
 
     def led(self, function: Callable[[], T]) -> T:
         """What ``function`` returns on rank 0, on every rank; meanwhile the others record what it asks for."""
-        if not self.leads:
+        if self._first is None:
             kind, value = self.serve()
             if kind == "raised":
                 raise RuntimeError(f"rank 0: {value}")
@@ -106,18 +97,15 @@ class Parity:
         try:
             value = function()
         except BaseException as error:
-            self.world.share(("raised", f"{type(error).__name__}: {error}"))
+            self._first.share("raised", f"{type(error).__name__}: {error}")
             raise
-        self.world.share(("value", value))
+        self._first.share("value", value)
         return value
 
     def serve(self) -> tuple[str, Any]:
         """Take part in cases until rank 0 says something else."""
-        while True:
-            kind, *values = self.world.share(None)
-            if kind != "record":
-                return kind, values[0]
-            self._part(Job.from_json(values[0]), Case.parse(values[1]))
+        assert self._member is not None
+        return self._member.serve()
 
     def judged(self, one_case: Callable[[Case], tuple[Trace, Verdict]]) -> Callable[[Case], tuple[Trace, Verdict]]:
         """``one_case``, whose verdicts are kept for a report that may have to be written in a hurry."""
@@ -131,8 +119,16 @@ class Parity:
 
     def end(self, code: int) -> None:
         """Tell all ranks the exit code, once the report is written, and wait for them."""
-        self.world.share(("value", code))
-        self.world.end()
+        assert self._first is not None
+        self._first.share("value", code)
+        self.leave()
+
+    def leave(self) -> None:
+        """Wait for all ranks, so that torchrun does not end one that still has to report."""
+        if self._first is not None:
+            self._first.end()
+        if self._member is not None:
+            self._member.world.end()
 
     def _bury(self, ranks: list[Rank], silent: float | None, why: str) -> int:
         """Rank 0's last words: the case that was lost, judged from what the ranks left, and the report."""
@@ -224,15 +220,15 @@ def join(job: Job, cases: Sequence[Case], folder: Callable[[], OutputFolder | No
             time.sleep(_SAY_SECONDS)
             _exit(_USAGE)
         raise
-    parity.cases = [case for case in cases if parity.world.size == case.R]
+    parity.cases = [case for case in cases if parity.size == case.R]
     if not parity.leads:
         _, code = parity.serve()
-        parity.world.end()
+        parity.leave()
         _exit(code)
     parity.folder = folder()
     if others := len(cases) - len(parity.cases):
         parity.console.print(
-            f"{others} cases are left out, since they do not have the {parity.world.size} ranks of torchrun",
+            f"{others} cases are left out, since they do not have the {parity.size} ranks of torchrun",
             highlight=False,
         )
     return parity
@@ -252,11 +248,7 @@ def enter(job: Job, cases: Sequence[Case]) -> Parity:
         )
     if reason := too_few_gpus(job, here.local_size):
         raise CaseError(reason)
-    world = torchrun.World(here, job.device)
-    parts = {stage: (part.package, part.version) for stage, part in job.subject.parts.items()}
-    world.same("job", (job.reproducer, job.deadline, parts))
-    world.same("list of cases", [str(case) for case in cases])
-    return Parity(world, replace(job, world="torchrun"))
+    return Parity(here, replace(job, world="torchrun"), cases)
 
 
 def _exit(code: int) -> NoReturn:

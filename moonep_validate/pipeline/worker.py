@@ -51,7 +51,7 @@ def main() -> None:
         wire.send(pool, 0, wire.FINE, json.dumps(launch.identity()).encode())
         while True:
             try:
-                number, request = wire.receive(pool)
+                number, _, request = wire.receive(pool)
             except (EOFError, OSError):
                 os._exit(0)  # at once: what an engine does at exit may wait for peers that are gone
             failed, answer = _answer(request, flight, star)

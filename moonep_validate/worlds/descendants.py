@@ -33,6 +33,11 @@ def lives(pid: int) -> bool:
     return _stat(pid)[:1] not in ((), ("Z",), ("X",))
 
 
+def stopped(pid: int) -> bool:
+    """Whether a process was stopped (SIGSTOP), and goes on only if somebody lets it."""
+    return _stat(pid)[:1] == ("T",)
+
+
 def command(pid: int) -> str:
     """The beginning of a command line."""
     with suppress(OSError):

@@ -42,7 +42,7 @@ _SECONDS = 3600
 _PATIENCE = 10.0
 #: For all ranks to come to the end, once the report is written.
 _END_SECONDS = 30.0
-_TOLD = "torchrun ends all ranks (SIGTERM)"
+TOLD = "torchrun ends all ranks (SIGTERM)"
 _TICK = 0.1
 
 
@@ -165,11 +165,11 @@ class World:
             stack = "".join(traceback.format_stack(frame)) if frame else None
             records = [astuple(record) for record in read(self.folder / f"flight{self.rank}")]
             with suppress(Exception):
-                told = {"records": records, "stack": stack, "told": why == _TOLD}
+                told = {"records": records, "stack": stack, "told": why == TOLD}
                 self.store.set(f"where/{self.rank}", json.dumps(told))
-                self.store.add("leaving", int(why == _TOLD))
+                self.store.add("leaving", int(why == TOLD))
             if self.rank == 0:
-                ranks = [self._where(rank, alone=why != _TOLD) for rank in range(self.size)]
+                ranks = [self._where(rank, alone=why != TOLD) for rank in range(self.size)]
                 code = self.on_lost(ranks, silent, why)
                 with suppress(Exception):
                     self.store.set("over", str(code))
@@ -228,7 +228,7 @@ class World:
         mine, total = self.flight.count, 0
         while not self._over.wait(_TICK):
             if self._told_to_end():
-                self.lost(None, _TOLD)
+                self.lost(None, TOLD)
             fresh = int(self.flight.count != mine)
             mine = self.flight.count
             try:
@@ -238,7 +238,7 @@ class World:
                 return
             if leaving and self.rank == 0:
                 time.sleep(_PATIENCE / 20)  # whoever ends all ranks tells this one too
-                self.lost(None, _TOLD if self._told_to_end() else "a rank was told to end")
+                self.lost(None, TOLD if self._told_to_end() else "a rank was told to end")
             if latest != total:
                 total, self._since = latest, time.monotonic()
             limit = self._limit

@@ -35,14 +35,17 @@ def send(to: socket.socket, number: int, kind: bytes, body: bytes) -> None:
     to.sendall(body)
 
 
-def receive(source: socket.socket) -> tuple[int, bytes]:
-    """Number and body of the next frame, in a worker.
+def receive(source: socket.socket) -> tuple[int, bytes, bytes]:
+    """Number, kind and body of the next frame, by an end that waits.
 
     Raises:
-        EOFError, OSError: if the pool is gone.
+        BadFrame: if it is none.
+        EOFError, OSError: if the other end is gone.
     """
-    _, number, _, length = HEAD.unpack(_exactly(source, HEAD.size))
-    return number, _exactly(source, length)
+    mark, number, kind, length = HEAD.unpack(_exactly(source, HEAD.size))
+    if mark != MARK or length > LONGEST:
+        raise BadFrame(f"it begins with {mark!r} and {length} bytes, and is no frame")
+    return number, kind, _exactly(source, length)
 
 
 def _exactly(source: socket.socket, length: int) -> bytes:

@@ -47,7 +47,7 @@ def main():
     log, pool = Flight(folder / f"flight{rank}"), socket.socket(fileno=control)
     wire.send(pool, 0, wire.FINE, json.dumps(launch.identity()).encode())
     while True:
-        number, request = wire.receive(pool)
+        number, _, request = wire.receive(pool)
         here = Path(__file__).parent
         log.begin("a case")
         log.tell("base", "combine", False)

@@ -140,34 +140,49 @@ def test_xdist_under_torchrun_is_a_usage_error(pytester: pytest.Pytester, monkey
 
 #: A rank that stops, ends or is told to end some time after its part of a case.
 MODULE = """
-import os, signal, threading, time
+import os, signal, sys, threading, time
+import moonep_validate.judge.verdict
 from moonep_validate.reference import moonep_b
 from moonep_validate.reference.moonep_b import MoonEPCommPlan
 __version__ = "9.9"
+{first}
 
 class Buffer(moonep_b.Buffer):
     def destroy(self, *args, **kwargs):
         result = super().destroy(*args, **kwargs)
-        if self.rank == 1:
-            os.kill(os.getpid(), signal.{how})
+        if self.rank in {ranks}:
+            {then}
             time.sleep(600)
         return result
 """
 
 
+def module(folder: Path, monkeypatch: pytest.MonkeyPatch, then: str, ranks: str = "(1,)", first: str = "") -> None:
+    text = MODULE.replace("{then}", then).replace("{ranks}", ranks).replace("{first}", first)
+    (folder / "moonep_ends.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+
+
 @pytest.mark.parametrize(
-    ("how", "says", "statuses"),
+    ("rank", "how", "says", "statuses"),
     [
-        ("SIGSTOP", r"autopsy: .* got rank 1 is in close of step close", ("hung",)),
-        ("SIGTERM", r"rank 1 did not answer: it was told to end \(SIGTERM\)", ("failed", "incomplete")),
-        ("SIGKILL", r"autopsy: .* got rank 1 ended \(torchrun knows how\) in close of step close", ("failed",)),
+        (1, "SIGSTOP", r"autopsy: .* got rank 1 is in close of step close", ("hung",)),
+        (1, "SIGTERM", r"rank 1 did not answer: it was told to end \(SIGTERM\)", ("failed", "incomplete")),
+        (1, "SIGKILL", r"autopsy: .* got rank 1 ended \(torchrun knows how\) in close of step close", ("failed",)),
+        (0, "SIGSTOP", r"autopsy: .* got rank 0 is in close of step close", ("hung",)),
+        (
+            0,
+            "SIGTERM",
+            r"rank 0 did not answer: it was told to end \(SIGTERM\), and not by torchrun",
+            ("failed", "incomplete"),
+        ),
+        (0, "SIGKILL", r"autopsy: .* got rank 0 .* in close of step close", ("failed",)),
     ],
 )
 def test_a_rank_that_stops_or_ends_after_its_case_ends_the_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, says: str, statuses: tuple[str, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, how: str, says: str, statuses: tuple[str, ...]
 ) -> None:
-    (tmp_path / "moonep_ends.py").write_text(MODULE.replace("{how}", how))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    module(tmp_path, monkeypatch, f"os.kill(os.getpid(), signal.{how})", f"({rank},)")
     options = ["--moonep-module", "moonep_ends", "--deadline", "1"]
     code, text, report = parity(
         tmp_path, *options, "--case", "genB+R2+E4+K2+S3+hot:0", "--case", "genB+R2+E4+K2+S3"
@@ -176,6 +191,42 @@ def test_a_rank_that_stops_or_ends_after_its_case_ends_the_job(
     assert re.search(says, text), text
     assert report["status"] in statuses
     assert report["exit_code"] in (1, 2, 13)
+
+
+@pytest.mark.parametrize("ranks", ["(0,)", "(1,)", "(0, 1)"])
+@pytest.mark.parametrize(
+    "then", ["os._exit(0)", "sys.exit(0)", "threading.Thread(target=os._exit, args=(0,)).start()"]
+)
+def test_a_rank_that_exits_with_0_is_no_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str, ranks: str
+) -> None:
+    module(tmp_path, monkeypatch, then, ranks)
+    code, text, report = parity(
+        tmp_path, "--moonep-module", "moonep_ends", "--deadline", "1", "--case", "genB+R2+E4+K2+S3"
+    )
+    assert code == 1, text
+    assert report["status"] == "failed", text
+    assert report["exit_code"] == 1
+
+
+def test_what_a_module_patches_does_not_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = "moonep_validate.judge.verdict.Verdict.status = property(lambda self: 'passed')"
+    module(tmp_path, monkeypatch, "result = result; return 1 / 0", "(0, 1)", first)
+    options = ["--moonep-module", "moonep_ends", "--case", "genB+R2+E4+K2+S3"]
+    code, text, report = parity(tmp_path, *options)
+    assert code == 1, text
+    assert report["status"] in ("failed", "error"), text
+    assert report["exit_code"] in (1, 14)
+
+
+def test_a_module_that_exits_with_0_in_pytest_on_rank_0_is_no_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module(tmp_path, monkeypatch, "os._exit(0)", "(0, 1)")
+    (tmp_path / "test_component.py").write_text(CONSUMER.read_text())
+    options = ["--moonep-module", "moonep_ends", "--moonep-case", "genB+R2+E4+K2+S3", "--moonep-deadline", "1"]
+    code, text = torchrun("pytest", *options, cwd=tmp_path)
+    assert code == 1, text
 
 
 @pytest.mark.parametrize("when", ["start", "case"])
