@@ -193,9 +193,13 @@ def test_a_rank_that_stops_or_ends_after_its_case_ends_the_job(
     assert report["exit_code"] in (1, 2, 13)
 
 
-@pytest.mark.parametrize("ranks", ["(0,)", "(1,)", "(0, 1)"])
 @pytest.mark.parametrize(
-    "then", ["os._exit(0)", "sys.exit(0)", "threading.Thread(target=os._exit, args=(0,)).start()"]
+    ("then", "ranks"),
+    [
+        ("os._exit(0)", "(0,)"),
+        ("sys.exit(0)", "(0, 1)"),
+        ("threading.Thread(target=os._exit, args=(0,)).start()", "(0, 1)"),
+    ],
 )
 def test_a_rank_that_exits_with_0_is_no_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str, ranks: str
