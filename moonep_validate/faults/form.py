@@ -101,3 +101,19 @@ _of_the_model("latent", "out")
 _of_the_model("norm", "out")
 _of_the_model("shared", "out")
 _of_the_model("output", "up", "out")
+
+
+@fault("weights-that-nobody-gave", on="buffer.dispatch", stage="dispatch", bugs="K05 K08")
+def _(call: Next, hidden: Tensor, weights: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    """One rank's dispatch without route weights returns weights of its rows."""
+    result = call(hidden, weights, *args, **kwargs)
+    made = result[1] if weights is not None else torch.full(result[0].shape[:1], 7.0, device=hidden.device)
+    return (result[0], made, *result[2:])
+
+
+@fault("gathered-from-no-weights", on="buffer.combine", stage="combine", bugs="K05 K08")
+def _(call: Next, plan: Any, rows: Tensor, weights: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    """One rank's combine without route weights returns weights of its tokens."""
+    result = call(plan, rows, weights, *args, **kwargs)
+    made = result[1] if weights is not None else result[0].new_ones(len(result[0]), plan.K, dtype=torch.float32)
+    return (result[0], made, *result[2:])

@@ -120,3 +120,16 @@ def _(call: Next, *args: Any, **kwargs: Any) -> Any:
         groups = len(cu_seqlens)
         cu_seqlens = (torch.arange(1, groups + 1) * int(cu_seqlens[-1]) // groups).to(cu_seqlens)
     return rows, weights, cu_seqlens, plan, *rest
+
+
+@fault(
+    "plan-size-wrong",
+    on="buffer.dispatch",
+    stage="plan",
+    bugs="K13 K14",
+    words={"size": ("N", "R", "E", "NvS", "K")},
+)
+def _(call: Next, *args: Any, size: str = "N", **kwargs: Any) -> Any:
+    """One rank's plan names a size that is one too large; its tensors are right."""
+    result = call(*args, **kwargs)
+    return _with_plan(result, **{size: getattr(result[3], size) + 1})

@@ -171,13 +171,16 @@ def _dispatch(c: Called) -> Forms:
     def plan(*shape: int) -> Form:
         return Form(shape, "int32", here, contiguous=True)
 
-    return {
+    # Who gives no route weights gets none back.
+    weighted = (
+        {"row_weights": Form((c.rows,), "float32", here, contiguous=True)} if "topk_weights" in c.noted else {}
+    )
+    return weighted | {
         "hidden": Form((S, c.case.H), "bfloat16", contiguous=True),
         "topk_ids": Form((S, K), "int32", needed=not c.engine),
         "topk_weights": Form((S, K), "float32", contiguous=True, needed=False),
         "tokens_per_expert": Form((E,), "int32", contiguous=True, needed=False),
         "rows": Form((c.rows, c.case.H), "bfloat16", here, contiguous=True),
-        "row_weights": Form((c.rows,), "float32", here, contiguous=True, needed="topk_weights" in c.noted),
         "cu_seqlens": plan(groups),
         "dst": plan(S * K),
         "experts_to_copy": plan(R, c.layout.num_slots),
@@ -253,8 +256,9 @@ def _combine(c: Called) -> Forms:
         "rows": Form((c.rows, c.case.H), "bfloat16", contiguous=True),
         "row_weights": Form((c.rows,), "float32", contiguous=True, needed=False),
         "hidden": Form((c.layout.S, c.case.H), "bfloat16", here, contiguous=True),
-        "topk_weights": Form((c.layout.S, c.layout.K), "float32", here, contiguous=True, needed=weighted),
     }
+    if weighted:
+        forms["topk_weights"] = Form((c.layout.S, c.layout.K), "float32", here, contiguous=True)
     if c.info.get("zero_copy") and not c.engine:
         forms["after_rows"] = forms["rows"]
     return forms

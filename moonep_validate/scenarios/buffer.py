@@ -45,7 +45,8 @@ def variants(rig: Rig) -> None:
         rig.promise("V4", "async", "base", *_WHOLE)
         session.forward("zero_copy", batch, zero_copy=True)
         rig.promise("V3", "zero_copy", "base", *_WHOLE)
-        session.dispatch("no_weights", batch, route_weights=False)
+        sent = session.dispatch("no_weights", batch, route_weights=False)
+        session.combine("no_weights", sent, _injected(rig, sent))
         rig.promise("V5", "no_weights", "base", "dispatch.rows", "dispatch.dst", "dispatch.cu_seqlens")
         _replays(rig, session)
 

@@ -145,6 +145,7 @@ class _Info:
     tokens: Annotated[int, Within(0, MAX_AXIS)] | None = None
     slots: Annotated[int, Within(1, MAX_AXIS)] | None = None
     differs: _Differs | None = None
+    sizes: dict[str, int] | None = None
     repeat: Annotated[int, Within(0, 10**6)] | None = None
     living: int | None = None
     changed: list[str] | None = None

@@ -82,6 +82,10 @@ def put(op: str, name: str, index: object, value: float, rank: int = 1, step: st
     return change
 
 
+def another_size_is_named(trace: Trace) -> None:
+    call(trace, "dispatch", 1).info["sizes"]["NvS"] += 1
+
+
 def one_row_to_another_rank(trace: Trace) -> None:
     step = Step(trace, "base")
     d, row = int(step.rank_of[2, 0, 0]), int(step.row_of[2, 0, 0])
@@ -453,6 +457,7 @@ CORRUPTIONS = [
     ),
     Corruption("L15", "plan", "donors, at most at rank 3", from_two_donors, first="prepare"),
     Corruption("L16", "plan", "rank of the route at rank", moved_without_need, EQUAL_LOADS),
+    Corruption("L17", "plan", "size in the plan at rank 1, field NvS: expected", another_size_is_named),
     Corruption("X1", "plan", "rows of the expert on the rank at expert", one_row_to_another_rank),
     Corruption("X2", "plan", "row of the route at rank", two_routes_swap_rows),
     Corruption("X3", "plan", "expert in the slot at rank 1, slot 2", slot_names_own_expert),

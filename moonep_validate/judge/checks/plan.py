@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from statistics import mode
+from typing import Any
 
 import numpy as np
 
@@ -198,6 +199,20 @@ def no_needless_move(s: Step) -> Iterator[Compared]:
     if (tally(home, s.case.R) != s.layout.capacity).any():
         raise Absent("the home loads differ")
     yield differ("rank of the route", home, s.rank_of, _route(s))
+
+
+@check("L17", "plan")
+def plan_sizes(s: Step) -> Iterator[Compared]:
+    """The sizes that a plan names are those of its dispatch"""
+    named = s.all_info("dispatch", "sizes")
+    if not named or not any(named):
+        raise Absent("this build's plan names no sizes")
+    due = {"N": s.layout.S * s.layout.K, "R": s.layout.R, "E": s.layout.E, "K": s.layout.K, "NvS": s.num_rows}
+    due |= {"B": s.layout.num_slots} if s.layout.generation == "A" else {}
+    pairs = [(rank, name, sizes[name]) for rank, sizes in enumerate(named) for name in due if name in sizes]
+    want, got = [due[name] for _, name, _ in pairs], [size for *_, size in pairs]
+    where: list[dict[str, Any]] = [{"rank": rank, "field": name} for rank, name, _ in pairs]
+    yield differ("size in the plan", want, got, lambda i: where[i[0]])
 
 
 @check("X1", "plan", kind="drop_in")

@@ -37,7 +37,7 @@ from moonep_validate.sessions.rig import Rig
 from moonep_validate.subjects import experts
 from moonep_validate.subjects.buffer.api import Gradients, Slots, make_buffer
 from moonep_validate.subjects.buffer.captured import Captured, in_capture
-from moonep_validate.subjects.buffer.plan import plan_inputs, plan_tensors
+from moonep_validate.subjects.buffer.plan import plan_inputs, plan_sizes, plan_tensors
 from moonep_validate.subjects.buffer.sample import put_sample
 from moonep_validate.trace.trace import Call
 from moonep_validate.worlds.comm import CollectiveError
@@ -196,6 +196,7 @@ class ComposedSession:
             sent = self._dispatch(call, batch, replay, route_weights, flags)
             call.put(rows=sent.rows, row_weights=sent.row_weights, cu_seqlens=sent.cu_seqlens)
             call.put(**plan_tensors(sent.plan) if plan is None else {})
+            call.info["sizes"] = plan_sizes(sent.plan)
             call.unchanged(hidden=batch.hidden, topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
             call.unchanged(**plan_inputs(plan))
             view = getattr(self.buffer, "hidden_nvsh_buffer_view", None)

@@ -25,6 +25,12 @@ def plan_tensors(plan: Any) -> dict[str, Tensor]:
     return {name: getattr(plan, name) for name in PLAN_FIELDS}
 
 
+def plan_sizes(plan: Any) -> dict[str, int]:
+    """The sizes that a plan names, by field; no other whole number is one."""
+    found = {name: getattr(plan, name, None) for name in ("N", "R", "E", "NvS", "K", "B")}
+    return {name: size for name, size in found.items() if type(size) is int}
+
+
 def plan_inputs(plan: Any) -> dict[str, Tensor]:
     """Every public field of a plan as a tensor, by ``plan.FIELD``; nothing for no plan.
 

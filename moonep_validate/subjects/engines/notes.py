@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moonep_validate.data.problem import PROJECTIONS
 from moonep_validate.sessions.protocols import Dispatched
-from moonep_validate.subjects.buffer.plan import plan_inputs, plan_tensors
+from moonep_validate.subjects.buffer.plan import plan_inputs, plan_sizes, plan_tensors
 from moonep_validate.trace.trace import Call
 
 #: What dispatch is given, in the order of its parameters.
@@ -30,6 +30,7 @@ def dispatched(call: Call, given: Mapping[str, Tensor | None], replayed: Any, ou
     rows, row_weights, cu_seqlens, plan = out[:4]
     call.put(rows=rows, row_weights=row_weights, cu_seqlens=cu_seqlens)
     call.put(**plan_tensors(plan))
+    call.info["sizes"] = plan_sizes(plan)
     call.unchanged(**given)
     call.unchanged(**plan_inputs(replayed))
     return Dispatched(rows, row_weights, cu_seqlens, plan)
