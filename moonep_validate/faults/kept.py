@@ -192,6 +192,18 @@ def _(call: Next, *args: Any, after: int = 100, **kwargs: Any) -> Any:
     return result
 
 
+@fault("gradients-wrong-later", on="buffer.reduce_grad", stage="reduce", bugs="K22 K24")
+def _(call: Next, plan: Any, *args: Any, after: int = 50, **grads: Any) -> Any:
+    """One rank adds one to a gradient of its own after fifty reductions."""
+    result = call(plan, *args, **grads)
+    if _late(call, after):
+        name, own = "local_down_grad", 0
+        if "full_down_grad" in grads:
+            name, own = "full_down_grad", call.rank * (plan.E // plan.R)
+        grads[name][own] += 1
+    return result
+
+
 @fault("gathered-weights-overwritten", on="buffer.combine", stage="combine", bugs="K05 K22")
 def _(call: Next, *args: Any, **kwargs: Any) -> Any:
     """One rank's combine returns the gathered route weights in memory that the next combine overwrites."""

@@ -150,11 +150,13 @@ def grouped(rig: Rig) -> None:
 
 @scenario(needs=("buffer", "gradients"))
 def grads(rig: Rig) -> None:
-    """Gradients of redundant experts come home: in order, once, and the slots are cleared."""
+    """Gradients of redundant experts come home: in order, once, slots cleared; after fifty reductions too."""
     with rig.open_buffer() as session:
         sent = session.dispatch("base", rig.batch())
         store = session.make_gradients()
-        for step in ("reduce", "reduce_ones"):
+        for step in ("reduce", "reduce_ones", "reduce_later"):
+            if step == "reduce_later":
+                session.unrecorded_reduces(sent.plan, store, 50)
             _fill_gradients(rig, store, ones=step == "reduce_ones")
             session.dispatch(step, rig.batch(), replay=sent)  # all ranks' slots are written before any rank reads
             session.reduce(step, sent.plan, store)

@@ -199,6 +199,9 @@ class BufferDoor(LayerDoor, Protocol):
     def reduce(self, step: str, plan: BufferPlan, grads: GradientSlots) -> None:
         """Bring the slots' gradients home."""
 
+    def unrecorded_reduces(self, plan: BufferPlan, grads: GradientSlots, times: int) -> None:
+        """Bring gradients home so many times, of which nothing is noted."""
+
     def capture(self, step: str, sent: Dispatched) -> CapturedPass:
         """Capture a pass by the plan of an earlier dispatch; collective."""
 

@@ -190,6 +190,7 @@ KILLED_BY = {
     "plan-size-wrong": ("failed", "L17", PLAIN),
     "weights-that-nobody-gave": ("failed", "O4", VARIANTS),
     "gathered-from-no-weights": ("failed", "O6", VARIANTS),
+    "gradients-wrong-later": ("failed", "R1", GRADS),
     "rows-wrong-later": ("failed", "D1", HUNDREDTH),
     "slots-wrong-later": ("failed", "W1", HUNDREDTH),
     "sums-wrong-later": ("failed", "C1", HUNDREDTH),

@@ -395,6 +395,12 @@ class ComposedSession:
         """A call that plans while a CUDA graph is captured."""
         return in_capture(self.rig.here(batch))
 
+    def unrecorded_reduces(self, plan: BufferPlan, grads: GradientSlots, times: int) -> None:
+        """See ``BufferDoor.unrecorded_reduces``."""
+        with self.rig.recorder.call("unrecorded", "passes"):
+            for _ in range(times):
+                self._call["reduce_grad"](plan, **grads.arguments())
+
     def reduce(self, step: str, plan: BufferPlan, grads: GradientSlots) -> None:
         """Bring the slots' gradients home."""
         with self.rig.recorder.call(step, "reduce") as call:
