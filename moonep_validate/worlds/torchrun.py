@@ -234,7 +234,9 @@ class World:
             try:
                 latest = self.store.add("signs", fresh)
                 leaving = self.store.add("leaving", 0)
-            except Exception:  # the store went with rank 0 or its host
+            except Exception:  # the store went with the agent, rank 0 or its host
+                if not self._over.wait(_PATIENCE):
+                    self.lost(None, TOLD if self._told_to_end() else "torchrun's store is gone")
                 return
             if leaving and self.rank == 0:
                 time.sleep(_PATIENCE / 20)  # whoever ends all ranks tells this one too

@@ -7,9 +7,11 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ import pytest
 from moonep_validate.cases.case import CaseError
 from moonep_validate.worlds import descendants
 from moonep_validate.worlds.place import place
+from moonep_validate.worlds.torchrun import World
 
 SIZES = "genB+R2+E4+K2+S3+H8+I8"
 CONSUMER = Path(__file__).parents[1] / "component" / "test_component.py"
@@ -253,6 +256,27 @@ def test_killing_torchrun_leaves_no_rank(tmp_path: Path, when: str) -> None:
         report = json.loads((tmp_path / "out" / "report.json").read_text())
         assert report["exit_code"] != 0
         assert len(report["cases"]) == 1
+
+
+@pytest.mark.parametrize(("over", "lost"), [(False, [(None, "torchrun's store is gone")]), (True, [])])
+def test_a_rank_whose_store_went_with_the_agent_ends(
+    monkeypatch: pytest.MonkeyPatch, over: bool, lost: list[tuple[None, str]]
+) -> None:
+    class Gone:
+        def add(self, name: str, count: int) -> int:
+            if over:
+                world._over.set()
+            raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr("moonep_validate.worlds.torchrun._PATIENCE", 0.3)
+    found: list[tuple[None, str]] = []
+    world: Any = object.__new__(World)
+    world.rank, world.store, world._over = 1, Gone(), threading.Event()
+    world.flight = SimpleNamespace(count=0)
+    world._told_to_end = lambda: False
+    world.lost = lambda silent, why: found.append((silent, why))
+    world._watch()
+    assert found == lost
 
 
 def ranks(agent: int) -> list[int]:
