@@ -179,17 +179,20 @@ GROUPS = Case.parse("genB+R4+E8+K2+S5+pad4+hot:1+groups+@slot_used")
 
 def test_a_module_is_given_groups_of_ranks_in_any_order(module: Callable[..., Job]) -> None:
     assert judged(module("good_in_groups", GOOD), GROUPS).ok
-    takes_the_worlds = (
+    sorts_ranks = (
         "    def __init__(self, S, H, K, E, num_ep_ranks, *a, group=None, **k):\n"
         "        from moonep_validate.faults.kept import _Numbered\n"
         "        from moonep_validate.worlds.dist import as_comm\n"
-        "        rank, comm = torch.distributed.get_rank(), as_comm(group)\n"
-        "        comm = _Numbered(comm, rank % comm.size, range(comm.size))\n"
+        "        comm = as_comm(group)\n"
+        "        world = comm.exchange('ranks', torch.distributed.get_rank())\n"
+        "        order = sorted(range(comm.size), key=world.__getitem__)\n"
+        "        comm = _Numbered(comm, order.index(comm.rank), order)\n"
         "        super().__init__(S, H, K, E, num_ep_ranks, *a, group=comm, **k)\n"
     )
-    verdict = judged(module("bad_in_groups", takes_the_worlds, api="B"), GROUPS)
+    verdict = judged(module("bad_in_groups", sorts_ranks, api="B"), GROUPS)
     assert verdict.first is not None
-    assert (verdict.status, verdict.first.stage, verdict.first.step) == ("failed", "plan", "turned_1")
+    got = (verdict.status, verdict.first.stage, verdict.first.check, verdict.first.step)
+    assert got == ("failed", "plan", "L4", "turned_0"), verdict.diagnosis
 
 
 def test_both_worlds_record_the_same_bytes() -> None:
