@@ -442,3 +442,4 @@ def test_require_cases_asks_for_so_many(cli: Callable[..., tuple[int, str, str]]
     found, out, _ = cli("run", "--case", "genB+R2+E4+K2+S3+H8+I8", "--require-cases", needed)
     assert found == code
     assert ("--require-cases 2: 1 cases were judged" in out) == bool(code)
+    assert f"{'failed' if code else 'passed'}: 1 of 1 cases ran (1 passed)" in out

@@ -154,6 +154,8 @@ def show_verdict(console: Console, summary: Summary, trace: Trace | None, second
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     counts = ", ".join(f"{count} {status}" for status, count in summary.counts.items())
     word = "interrupted" if summary.interrupted else summary.status
+    if summary.missed and word in ("passed", "waived", "not_run"):
+        word = "failed"  # the cases are fine, and what was asked for was not reached
     console.print(
         f"[bold]{styled(word)}[/bold]: {summary.ran} of {summary.planned} cases ran ({counts or 'none'}) "
         f"in {seconds:.1f} s, exit code {summary.exit_code}",
