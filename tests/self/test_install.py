@@ -21,6 +21,7 @@ ENVIRONMENTS = {
     "sglang 0.5.23": {"torch": "2.14.1", "numpy": "2.4.6", "transformers": "5.19.0"},
 }
 _COMMON = {
+    "jinja2": "3.1.6",
     "packaging": "24.2",
     "pytest": "8.3.4",
     "rich": "13.9.4",
