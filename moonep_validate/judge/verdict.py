@@ -99,6 +99,7 @@ class Verdict:
         results: in pipeline order.
         witnesses: how often each known event occurred.
         vacuous: reasons why a pass would mean nothing.
+        absent: those of them that only say what did not happen, which a call that did not return explains.
         measures: quality figures, never a status.
         errors: errors of the suite itself.
         autopsy: what is known of the ranks where a case did not come to its end.
@@ -113,6 +114,7 @@ class Verdict:
     results: list[Result]
     witnesses: dict[str, int] = field(default_factory=dict)
     vacuous: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
     measures: dict[str, float] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
     autopsy: Mapping[str, Any] = field(default_factory=dict)

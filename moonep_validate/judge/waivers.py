@@ -22,6 +22,7 @@ from packaging.version import InvalidVersion, Version
 from moonep_validate.cases.case import CaseError
 from moonep_validate.cases.grammar import renewed
 from moonep_validate.judge.checks import CHECKS
+from moonep_validate.judge.checks.life import RETURNS
 from moonep_validate.judge.verdict import Result, Verdict
 from moonep_validate.trace.schema import SchemaError, build, decoded, parsed, read_bytes
 from moonep_validate.trace.trace import Part
@@ -139,7 +140,16 @@ def waive(verdict: Verdict, waivers: Sequence[Waiver], engine: Part, today: date
         if covered and not bad:
             reason = f"a waiver expects a failure here ({waiver.link}), and nothing failed: remove the waiver"
             results[covered[0]] = replace(results[covered[0]], status="failed", reason=reason)
-    return replace(verdict, results=results)
+    return _explained(replace(verdict, results=results))
+
+
+def _explained(verdict: Verdict) -> Verdict:
+    """Without the absent events, if a known defect ended every pass of the case before they could occur."""
+    passes = {r.step for r in verdict.results if r.check == RETURNS.id and r.stage not in ("life", "load")}
+    ended = {r.step for r in verdict.results if r.check == RETURNS.id and r.status == "waived"}
+    if not passes or not passes <= ended:
+        return verdict
+    return replace(verdict, vacuous=[reason for reason in verdict.vacuous if reason not in verdict.absent])
 
 
 def _applies(waiver: Waiver, verdict: Verdict, engine: Part, today: date) -> bool:

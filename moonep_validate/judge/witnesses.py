@@ -38,11 +38,16 @@ def count_witnesses(case: Case, steps: Iterable[Step]) -> dict[str, int]:
 
 def vacuous_reasons(case: Case, steps: Iterable[Step], counts: Mapping[str, int]) -> list[str]:
     """Why a pass of this trace would mean nothing."""
-    absent = [name for name in case.witnesses if not counts[name]]
-    reasons = [f"the case claims @{name}, but that event did not occur" for name in absent]
+    reasons = absent_events(case, counts)
     for step in steps:
         reasons += _equal_payloads(step) + _not_dispatched(step)
     return reasons
+
+
+def absent_events(case: Case, counts: Mapping[str, int]) -> list[str]:
+    """The events that a case claims and did not show."""
+    absent = [name for name in case.witnesses if not counts[name]]
+    return [f"the case claims @{name}, but that event did not occur" for name in absent]
 
 
 def _not_dispatched(step: Step) -> list[str]:

@@ -11,7 +11,7 @@ from moonep_validate.judge.facts import steps_of
 from moonep_validate.judge.measures import balance, measures
 from moonep_validate.judge.registry import step_checks
 from moonep_validate.judge.verdict import NO_CHECK, Result, Verdict
-from moonep_validate.judge.witnesses import count_witnesses, vacuous_reasons
+from moonep_validate.judge.witnesses import absent_events, count_witnesses, vacuous_reasons
 from moonep_validate.pipeline.lost import BEGIN, END
 from moonep_validate.pipeline.returns import explained, returned
 from moonep_validate.trace.recording import Recording
@@ -39,16 +39,18 @@ def judge(trace: Trace, checks: Sequence[Check] | None = None) -> Verdict:
     if trace.autopsy:
         results = explained(results, trace.autopsy["diagnosis"])
     counts = count_witnesses(trace.case, steps.values())
-    vacuous = vacuous_reasons(trace.case, steps.values(), counts)
+    vacuous, absent = vacuous_reasons(trace.case, steps.values(), counts), absent_events(trace.case, counts)
     if checks is None:
         stages = bare(trace.case, results, Recording.parse(trace.recording))
-        vacuous += [f"stage {stage} was called, and no check compared anything there" for stage in stages]
+        idle = [f"stage {stage} was called, and no check compared anything there" for stage in stages]
+        vacuous, absent = vacuous + idle, absent + idle
     return Verdict(
         case=trace.case,
         parts=trace.parts,
         results=results,
         witnesses=counts,
         vacuous=vacuous,
+        absent=absent,
         measures=measures(steps.values()),
         balance=balance(steps.values()),
         errors=trace.errors,

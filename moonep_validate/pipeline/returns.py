@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from moonep_validate.judge.checks.adapter import capacities, disagree
 from moonep_validate.judge.checks.life import RETURNS
 from moonep_validate.judge.facts import Step
 from moonep_validate.judge.stages import PLACE, STAGES
@@ -14,9 +15,10 @@ from moonep_validate.trace.trace import Call, Trace
 def returned(trace: Trace, step: Step) -> list[Result]:
     """F1: every call of the step returned on every rank; one result per stage."""
     results = []
+    split = disagree(capacities(step))  # then no Buffer is to blame, but who chose the sizes: I4 says so
     mine = [[call for call in calls if call.step == step.name] for calls in trace.calls]
     for op in step.ops():
-        stage = op if op in STAGES else "life"
+        stage = op if op in STAGES else "layer" if op == "construct" and split else "life"
         calls = [(rank, call) for rank, calls in enumerate(mine) for call in calls if call.op == op]
         if op == "layer":  # it ends with whatever ended inside it; only what it raised by itself is its own
             calls = [(r, c) for r, c in calls if all(i.done and not i.error for i in mine[r] if i is not c)]

@@ -306,8 +306,10 @@ FOUND_BY = {
     "InvalidIdsKept": ("invalid_ids", "failed", "prepare", "I2", "dispatched expert id, in 0..7 at rank 0, token 0, k 0: expected legal, got -1"),
     "InvalidIdsWeighted": ("invalid_ids", "failed", "prepare", "I2", "dispatched route weight bits at rank 0, token 0, k 0: expected 0 "),
     "PadsNotCounted": ("tokens:5,11", "failed", "prepare", "I3", "tokens_per_expert at rank 0, expert 0: expected 2"),
-    "OwnCapacity": ("tokens:3,16", "failed", "life", "F1", "ranks construct different Buffers"),
+    "OwnCapacity": ("tokens:3,16", "failed", "prepare", "I4", "capacity of a rank's Buffer, against most ranks at rank 1: expected 4, got 16"),
     "OwnCapacityOfSeveral": ("tokens:3,16", "failed", "prepare", "I4", "against most ranks at rank 1: expected 4, got 16"),
+    "OwnCapacityInOneBuffer": ("tokens:3,16", "failed", "prepare", "I4", "against most ranks at rank 1: expected 4, got 16"),
+    "BucketTooSmall": ("tokens:3,16", "failed", "dispatch", "F1", "hidden_sh is torch.bfloat16 (16, 128), contiguous torch.bfloat16 (8, 128) is needed"),
     "WeightTwice": ("hot:5", "failed", "experts", "P1", "expert output at rank 0, row"),
     "WeightNever": ("hot:5", "failed", "experts", "P1", "expert output at rank 0, row"),
     "GeluForSilu": ("fill:real", "failed", "experts", "P1", "expert output at rank 0, row 0"),
@@ -318,6 +320,8 @@ FOUND_BY = {
     "ReloadIgnored": ("reload", "failed", "load", "I8", "gate weight bits at rank 0, expert 0"),
     "ReloadNotGathered": ("reload", "failed", "load", "I8", "gate weight bits at rank 0, expert 4"),
     "SlotsOfLatestLayer": ("hot:3+layers", "failed", "load", "I8", "gate weight bits at rank 0, expert 0"),
+    "PrefetchIntoCopy": ("hot:5", "failed", "experts", "P1", "got nan; all home groups are right and the rows of all 1 used slots are wrong: the slot that the experts read is not the slot that prefetch filled"),
+    "PrefetchIntoOtherCopy": ("hot:5", "failed", "experts", "P1", "the slot that the experts read is not the slot that prefetch filled"),
     "WeightsOfFirstLife": ("hot:5+lives", "failed", "load", "I8", "gate weight bits at rank 0, expert 0"),
     "ExpertsOfFirstLife": ("lives", "failed", "prepare", "I3", "tokens_per_expert at rank 0, expert 8"),
     "PlanOfFirstStep": ("hot:3+layers", "failed", "prefetch", "I6", "; combine with another plan"),
@@ -329,17 +333,19 @@ FOUND_BY = {
     "WithoutMoonEP": ("hot:5", "vacuous", "", "", "rank 1 made no dispatch in step 'base': MoonEP was not used"),
     "AcceptsFloat32": ("configurations", "failed", "life", "Z1", "hidden states of float32 at rank 0: expected an exception"),
     "RefusesEmptySteps": ("configurations", "failed", "life", "Z1", "no token on any rank at rank 0: expected nothing raised, got ValueError: no tokens"),
+    "RefusesInvalidIds": ("invalid_ids+@duplicate", "failed", "layer", "F1", "at rank 0: expected return, got ValueError: an expert id is -1"),
     "RaisesOnEveryRank": ("hot:5", "failed", "layer", "F1", "at rank 0: expected return, got ValueError: out of memory (faulty_engine.py"),
     "TokensReplaced": ("hot:5", "failed", "prepare", "I1", "dispatched token bits at rank 1, token 0"),
     "TokensLeftOut": ("hot:5", "failed", "prepare", "I1", "dispatched tokens at rank 0: expected 16, got 8"),
     "IdsOfInt64": ("hot:5", "failed", "prepare", "O3", "form of dispatch.topk_ids at rank 0: expected int32 [16, 2], got int64"),
     # The last three cost their pool.
     "RaisesOnOneRank": ("hot:5", "failed", "layer", "F1", "at rank 1: expected return, got ValueError: out of memory"),
+    "OwnCapacityWaits": ("tokens:3,16", "hung", "prepare", "I4", "capacity of a rank's Buffer, against most ranks"),
     "NeverReturns": ("hot:5", "hung", "layer", "F1", "in experts"),
     "SkipsWithoutTokens": ("tokens:0,3", "hung", "life", "F1", "rank 1 waits in construct for peers that do not come"),
 }  # fmt: skip
 #: Checkers that cannot cope with a defect yet; none of them hides where it is.
-_LOSES_ITS_POOL = ("RaisesOnOneRank", "NeverReturns", "SkipsWithoutTokens")
+_LOSES_ITS_POOL = ("OwnCapacityWaits", "RaisesOnOneRank", "NeverReturns", "SkipsWithoutTokens")
 
 
 def check_defect(name: str, deadline: float = DEADLINE) -> None:
@@ -445,6 +451,32 @@ def test_a_known_defect_is_waived_where_its_version_runs(tmp_path: Path, cli: Cl
     assert (code, "nothing failed: remove the waiver" in out) == (1, True), out
 
 
+def test_a_known_refusal_leaves_nothing_to_show(tmp_path: Path, cli: Cli) -> None:
+    """A waived F1 explains why the events of a case did not occur; nothing else does."""
+    waivers = tmp_path / "waivers.toml"
+    waivers.write_text(
+        '[[waiver]]\nsubject = "faulty_engine"\nchecks = ["F1"]\ncase = "*+invalid_ids*"\n'
+        'link = "docs/found.md, ids-refused"\nexpires = 2999-01-01\n'
+    )
+    seed = defects().index("RefusesInvalidIds")
+
+    def run(*words: str) -> tuple[int, str]:
+        cases = [part for one in words for part in ("--case", f"{SIZES}+{one}+seed{seed}")]
+        code, out, _ = cli("run", "--subject", FAULTY, *cases, "--shrink-seconds", "0", "--waivers", str(waivers))
+        return code, out
+
+    known = "invalid_ids+@duplicate"
+    assert run(known)[0] == 0
+    code, out = run(known, "hot:5")
+    assert (
+        code,
+        "proves: the MoE layer of faulty_engine:Faulty 1.0 is right on these cases, but for the case " in out,
+    ) == (0, True), out
+    assert "with a known defect; values were compared at" in out
+    code, out = run("hot:5+@empty_rank")
+    assert (code, "the case claims @empty_rank" in out) == (10, True), out
+
+
 def test_one_rank_that_raises_does_not_stop_the_suite() -> None:
     check_defect("RaisesOnOneRank")
 
@@ -468,6 +500,10 @@ def test_a_hang_ends_within_the_deadline_and_the_next_case_has_a_new_pool() -> N
     assert set(workers()).isdisjoint(before)
 
 
+def test_a_capacity_that_one_rank_has_to_build_is_told_before_the_hang() -> None:
+    check_defect("OwnCapacityWaits", SHORT)
+
+
 def test_a_rank_that_nobody_waits_with_is_a_deadlock() -> None:
     check_defect("SkipsWithoutTokens", SHORT)
 
@@ -487,6 +523,12 @@ def test_an_engine_that_cannot_be_imported_is_not_run(cli: Cli) -> None:
     code, _, err = cli("run", *subject, "--require", "load=faulty_engine")
     assert code == 1
     assert f"--require load=faulty_engine is not met: {reason}" in err
+
+
+def test_a_torchvision_of_another_torch_is_recognised(cli: Cli) -> None:
+    code, out, _ = cli("run", "--subject", "faulty_engine:OtherTorchvision", "--case", f"{SIZES}+hot:5")
+    assert code == 5
+    assert f"torchvision was built for another torch than {torch.__version__}: install the torchvision of" in out
 
 
 def test_an_engine_of_the_other_generation_is_refused_before_any_case() -> None:

@@ -141,7 +141,7 @@ def show_verdict(console: Console, summary: Summary, trace: Trace | None, second
     for reason, count in _waived(summary).items():
         console.print(f"waived, {count} results: {reason}", highlight=False, soft_wrap=True)
     if trace and summary.counts["passed"] and summary.status in ("passed", "waived", "not_run"):
-        proves = f"proves: {trace.proves}{_where(summary)}"
+        proves = f"proves: {trace.proves}{_but(summary)}{_where(summary)}"
         console.print(f"{proves}\nleaves open: {trace.leaves_open}", highlight=False, soft_wrap=True)
     elif summary.verdicts:
         console.print(f"proves nothing as it stands: {summary.status}", highlight=False)
@@ -161,6 +161,13 @@ def show_verdict(console: Console, summary: Summary, trace: Trace | None, second
         f"in {seconds:.1f} s, exit code {summary.exit_code}",
         highlight=False,
     )
+
+
+def _but(summary: Summary) -> str:
+    """Of which cases it is not true: those with a known defect."""
+    known = summary.counts["waived"]
+    many = f"the {known} cases" if known > 1 else "the case"
+    return f", but for {many} with a known defect" if known else ""
 
 
 def _where(summary: Summary) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from statistics import mode
 
 import numpy as np
@@ -93,14 +93,35 @@ def counted_ids(s: Step) -> Iterator[Compared]:
 @check("I4", "prepare", about_callers=True)
 def same_capacity(s: Step) -> Iterator[Compared]:
     """Every rank dispatches into a Buffer of the same capacity"""
+    sizes = capacities(s)
+    if len(sizes) > sum(s.has_call("dispatch", rank) for rank in sizes) and disagree(sizes):
+        places, got = [*sizes], np.array([max(size) for size in sizes.values()])
+        what = "capacity of a rank's Buffer, against most ranks"
+        yield differ(what, np.full(len(got), mode(got.tolist())), got, lambda i: {"rank": places[i[0]]})
     s.calls("dispatch")  # on every rank, or on none
     forms = s.noted("dispatch", "hidden")
-    got = [int(form["shape"][0]) if (form := forms.get(rank)) else -1 for rank in range(s.case.R)]
+    got = np.array([int(form["shape"][0]) if (form := forms.get(rank)) else -1 for rank in range(s.case.R)])
     if -1 in got:
-        raise Missing(f"rank {got.index(-1)} has no dispatch.hidden in step {s.name!r}")
-    yield differ(
-        "dispatched tokens, against most ranks", np.full(s.case.R, mode(got)), np.array(got), axes("rank")
-    )
+        raise Missing(f"rank {got.tolist().index(-1)} has no dispatch.hidden in step {s.name!r}")
+    yield differ("dispatched tokens, against most ranks", np.full(s.case.R, mode(got.tolist())), got, axes("rank"))
+
+
+def capacities(s: Step) -> dict[int, set[int]]:
+    """Rank -> how many tokens it dispatched; where it came to no dispatch, for how many it built Buffers."""
+    sent = {rank: {form["shape"][0]} for rank, form in s.noted("dispatch", "hidden").items() if form["shape"]}
+    return {rank: sizes for rank in range(s.case.R) if (sizes := sent.get(rank) or _built(s, rank))}
+
+
+def _built(s: Step, rank: int) -> set[int]:
+    """Capacities that a rank asked Buffers for; that of the one alone which it did not get, if there is one."""
+    calls = [call for call in s.calls_of(rank) if call.op == "construct" and "S" in call.info]
+    refused = [call for call in calls if call.error or not call.done]
+    return {call.info["S"] for call in refused or calls}
+
+
+def disagree(sizes: Mapping[int, set[int]]) -> bool:
+    """Whether no capacity is one of every rank that has any."""
+    return bool(sizes) and not set.intersection(*sizes.values())
 
 
 @check("I6", "prefetch", about_callers=True)

@@ -48,7 +48,20 @@ def _rank_rows(s: Step, rank: int) -> Compared:
     known = s.has_call("dispatch", rank) and not s.has("experts", "sample")  # else groups have other numbers
     names = s.group_expert[rank] if known else np.full(len(values[0]), -1)
     bad = given[index[alike]], row_weights[index[alike]], got[alike]
-    return compared.noting(said_of(bad, int(group[first]), weights, names, s.arithmetic, s.format))
+    said = said_of(bad, int(group[first]), weights, names, s.arithmetic, s.format)
+    other_weights = not said or " of group" in said
+    return compared.noting((_read_elsewhere(s, group, wrong) if other_weights else "") or said)
+
+
+def _read_elsewhere(s: Step, group: Tensor, wrong: Tensor) -> str:
+    """A remark where an engine's rows are right in home groups and wrong in every slot that prefetch filled."""
+    slots = set(group[group >= s.layout.num_home_groups].tolist())
+    if not s.by_engine or not slots or set(group[wrong].tolist()) != slots or len(slots) == len(group.unique()):
+        return ""
+    return (
+        f"; all home groups are right and the rows of all {len(slots)} used slots are wrong: the slot that the "
+        "experts read is not the slot that prefetch filled"
+    )
 
 
 def _places(s: Step, rank: int) -> tuple[Ints, Tensor, Tensor]:

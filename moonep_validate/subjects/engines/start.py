@@ -16,6 +16,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.formats.stored import FORMATS
 from moonep_validate.judge.stages import STAGES, owned_by
@@ -38,6 +40,8 @@ KNOWN = {
     "vllm": "moonep_validate.subjects.engines.vllm:Vllm",
     "sglang": "moonep_validate.subjects.engines.sglang:Sglang",
 }
+#: What mends a torchvision whose library does not load; the guide has the recipe of each engine.
+_TORCHVISION = "install the torchvision of that build, or, for vLLM, pip uninstall torchvision; see docs/guide.md"
 _SHIM = Path(__file__).parents[1] / "shim"
 #: What an Integration must have.
 _MEMBERS = ("name", "rounds", "supports", "environment", "start", "open", "make_layer", "probes", "close")
@@ -142,7 +146,7 @@ def start(engine: str, rank: int, size: int, device: str) -> dict[str, Any]:
         mine = integration(engine)
         begun = mine.start(rank, size, device)
     except (Exception, SystemExit) as error:
-        return {"error": f"{engine} cannot run here: {type(error).__name__}: {str(error) or 'no message'}"}
+        return {"error": f"{engine} cannot run here: {type(error).__name__}: {_advised(error)}"}
     tap.install(moonep.Buffer)
     with uninitialised_memory_is_poison():
         pass  # the first time costs seconds, which the deadline of a case has no room for
@@ -155,6 +159,17 @@ def start(engine: str, rank: int, size: int, device: str) -> dict[str, Any]:
     _parts_here[engine] = (parts["engine"], parts["moonep"])
     found: dict[str, Any] = {name: asdict(part) for name, part in parts.items()}
     return {**found, "mismatch": mismatch(engine, begun, moonep.Buffer)}
+
+
+def _advised(error: BaseException) -> str:
+    """What an engine's import raised, and what to do where many people meet it."""
+    causes = [error]
+    while cause := causes[-1].__cause__ or causes[-1].__context__:
+        causes.append(cause)
+    text = str(error) or "no message"
+    if any("torchvision::nms" in str(one) for one in causes):
+        text += f" (torchvision was built for another torch than {torch.__version__}: {_TORCHVISION})"
+    return text
 
 
 def parts_here(engine: str) -> tuple[Part, Part]:

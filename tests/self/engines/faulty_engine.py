@@ -159,6 +159,40 @@ class OwnCapacityOfSeveral(OwnCapacity):
 
 
 @defect
+class OwnCapacityInOneBuffer(OwnCapacity):
+    """The same in one Buffer, which is as large as the largest capacity."""
+
+    def forward(self, *given: Any) -> Tensor:
+        largest = self.engine.buffer(self.case, self.case.S)
+        self.engine.buffers = dict.fromkeys(range(self.case.S + 1), largest)
+        try:
+            return super().forward(*given)
+        finally:
+            self.engine.buffers = {self.case.S: largest}
+
+
+@defect
+class OwnCapacityWaits(OwnCapacity):
+    """The same: one rank has the Buffer of its tokens already, and another builds one and waits for it."""
+
+    def capacity(self, token_counts: list[int]) -> int:
+        self.engine.buffer(self.case, 4)
+        return super().capacity(token_counts)
+
+
+@defect
+class BucketTooSmall(Layer):
+    """A Buffer for half the tokens, which are dispatched all."""
+
+    def capacity(self, token_counts: list[int]) -> int:
+        self.wanted = super().capacity(token_counts)
+        return self.wanted // 2
+
+    def pad(self, hidden: Tensor, weights: Tensor, ids: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+        return super().pad(hidden, weights, ids, self.wanted)
+
+
+@defect
 class WeightTwice(Layer):
     def weighted(self, y: Tensor, weight: Tensor) -> Tensor:
         return y * weight * weight
@@ -255,6 +289,27 @@ class SlotsOfLatestLayer(Layer):
         for name, slots in self.full.items():
             mine[name][self.case.E :] = slots[self.case.E :]
         self.full = mine
+
+
+@defect
+class PrefetchIntoCopy(Layer):
+    """Slots are filled in one copy of the weights, and read in another, whose slots stay as they were made."""
+
+    def prefetch(self, buffer: Any, plan: Any) -> None:
+        mine = self.full
+        self.full = {name: full.clone() for name, full in mine.items()}
+        super().prefetch(buffer, plan)
+        self.full = mine
+
+
+@defect
+class PrefetchIntoOtherCopy(PrefetchIntoCopy):
+    """The same, and what is read holds expert 0."""
+
+    def prefetch(self, buffer: Any, plan: Any) -> None:
+        for full in self.full.values():
+            full[self.case.E :] = full[0]
+        super().prefetch(buffer, plan)
 
 
 @defect
@@ -392,6 +447,16 @@ class RefusesEmptySteps(Layer):
 
 
 @defect
+class RefusesInvalidIds(Layer):
+    """As a branch of SGLang: -1 is refused, on every rank."""
+
+    def pad(self, hidden: Tensor, weights: Tensor, ids: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+        if (ids < 0).any():
+            raise ValueError("an expert id is -1")
+        return super().pad(hidden, weights, ids, capacity)
+
+
+@defect
 class RaisesOnEveryRank(Layer):
     def experts(self, *given: Any) -> Tensor:
         raise ValueError("out of memory")
@@ -472,6 +537,16 @@ class Faulty(Good):
 class NotInstalled(Good):
     def start(self, rank: int, size: int, device: str) -> Started:
         raise ImportError("libengine.so: cannot open shared object file")
+
+
+class OtherTorchvision(Good):
+    """As transformers does, whose lazy modules hide what torchvision raised."""
+
+    def start(self, rank: int, size: int, device: str) -> Started:
+        try:
+            raise RuntimeError("operator torchvision::nms does not exist")
+        except RuntimeError as error:
+            raise ModuleNotFoundError("Could not import module 'AutoProcessor'") from error
 
 
 class OtherGeneration(Good):
