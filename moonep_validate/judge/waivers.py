@@ -34,6 +34,8 @@ else:
 
 #: The defects that we know of, found by this suite (docs/found.md).
 SHIPPED = Path(__file__).with_name("waivers.toml")
+#: Invariants of docs/formats.md that a loader can break, beside the checks of cases.
+LOADED = ("Y8", "Y11", "Y13")
 #: Bytes of a file and characters of a line: TOML parsers need minutes for a key of ten thousand dots.
 MAX_BYTES, MAX_LINE = 2**17, 1000
 
@@ -44,7 +46,7 @@ class Waiver:
 
     Attributes:
         subject: package whose version counts, e.g. ``vllm``.
-        checks: ids of the checks that fail by it.
+        checks: ids of the checks that fail by it, or of ``LOADED``.
         case, step: globs.
         versions: a version specifier, e.g. ``>=0.32,<0.34``; empty for all.
         link: where it is described, a public address or a place in docs/.
@@ -114,7 +116,7 @@ def _waiver(data: Any, where: str) -> Waiver:
         raise CaseError(str(error)) from None
     except InvalidSpecifier as error:
         raise CaseError(f"{where}: {error}") from None
-    if unknown := [check for check in entry.checks if check not in CHECKS]:
+    if unknown := [check for check in entry.checks if check not in CHECKS and check not in LOADED]:
         raise CaseError(f"{where}: checks has {unknown[0]!r}, ids of checks are needed, such as ['F1', 'Z1']")
     case = renewed(entry.case)
     return Waiver(entry.subject, entry.checks, entry.link, entry.expires, case, entry.step, versions)
@@ -131,7 +133,7 @@ def waive(verdict: Verdict, waivers: Sequence[Waiver], engine: Part, today: date
     """
     results = list(verdict.results)
     for waiver in waivers:
-        if not _applies(waiver, verdict, engine, today):
+        if not _applies(waiver, str(verdict.case), engine, today):
             continue
         covered = [i for i, result in enumerate(results) if waiver.covers(result)]
         bad = [i for i in covered if results[i].status in ("failed", "hung")]
@@ -152,9 +154,21 @@ def _explained(verdict: Verdict) -> Verdict:
     return replace(verdict, vacuous=[reason for reason in verdict.vacuous if reason not in verdict.absent])
 
 
-def _applies(waiver: Waiver, verdict: Verdict, engine: Part, today: date) -> bool:
+def known(waivers: Sequence[Waiver], engine: Part, name: str, check: str, today: date) -> Waiver | None:
+    """The waiver of a loader's variant, if there is one.
+
+    Args:
+        waivers, engine, today: as for ``waive``.
+        name: of the variant; what a waiver calls ``case``.
+        check: an invariant of docs/formats.md.
+    """
+    mine = (waiver for waiver in waivers if check in waiver.checks and _applies(waiver, name, engine, today))
+    return next(mine, None)
+
+
+def _applies(waiver: Waiver, case: str, engine: Part, today: date) -> bool:
     package = engine.package.partition(".")[0]
-    if waiver.subject != package or today >= waiver.expires or not fnmatchcase(str(verdict.case), waiver.case):
+    if waiver.subject != package or today >= waiver.expires or not fnmatchcase(case, waiver.case):
         return False
     try:
         return Version(engine.version) in waiver.versions

@@ -27,7 +27,7 @@ from moonep_validate.data.problem import batch
 from moonep_validate.judge.oracle import k3 as oracle
 from moonep_validate.judge.oracle.activation import SITU
 from moonep_validate.judge.oracle.bounds import rounding_variance, within
-from moonep_validate.subjects.engines.sglang import _declare_torchvision
+from moonep_validate.subjects.engines.sglang import declare_torchvision
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # engines warn at import; that is not what is judged here
 
@@ -48,7 +48,7 @@ ROUTERS: dict[str, dict[str, tuple[str, tuple[Any, ...]]]] = {
 }
 
 
-_declared = lru_cache(_declare_torchvision)  # torch registers a name once
+_declared = lru_cache(declare_torchvision)  # torch registers a name once
 
 
 @pytest.fixture

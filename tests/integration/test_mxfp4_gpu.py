@@ -35,7 +35,7 @@ from moonep_validate.judge.oracle.arithmetic import Arithmetic
 from moonep_validate.judge.oracle.bounds import SIGMAS
 from moonep_validate.judge.oracle.dense import dense_layer
 from moonep_validate.subjects.engines.vllm import Vllm
-from moonep_validate.subjects.engines.vllm_probes import _HF_CONFIG
+from moonep_validate.subjects.engines.vllm_probes import HF_CONFIG
 from moonep_validate.subjects.experts import deepgemm
 
 pytestmark = [
@@ -175,7 +175,7 @@ class Engine:
         """The ``VllmConfig``, with process groups of one; made once."""
         if self._config is None:
             config = import_module("vllm.config")
-            (self._folder / "config.json").write_text(json.dumps(_HF_CONFIG))
+            (self._folder / "config.json").write_text(json.dumps(HF_CONFIG))
             model = config.ModelConfig(
                 model=str(self._folder), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True
             )

@@ -19,6 +19,7 @@ from moonep_validate.cases.vocabulary import VOCABULARY
 from moonep_validate.doors import interrupts
 from moonep_validate.doors.cli import formats as commands_formats
 from moonep_validate.doors.cli import gate as commands_gate
+from moonep_validate.doors.cli import loaders as commands_loaders
 from moonep_validate.doors.cli import mutate as commands_mutate
 from moonep_validate.doors.cli import plan as commands_plan
 from moonep_validate.doors.cli import report as commands_report
@@ -64,8 +65,14 @@ def run(
     ] = "failed",
     shrink_seconds: Annotated[float, typer.Option(help="Time to shrink the first failure; 0 to leave it.")] = 10.0,
     all_checks: AllChecks = False,
+    loader: Annotated[
+        bool,
+        typer.Option("--loader", help="Judge an engine's weight loaders, on small checkpoints of each format."),
+    ] = False,
 ) -> None:
     """Judge a subject on a profile, or on the cases given."""
+    if loader:
+        commands_loaders.judge_loader(options, out)
     commands_worlds.arrive(context.info_name)
     job, cases = job_and_cases(options)
     if options.require:

@@ -3,7 +3,7 @@
 SGLang's ``moonep`` backend is on a branch and in no release. One process is one rank of tensor parallelism R with
 expert parallelism R, the layout that the backend forces. What depends on a case goes in through the variables that
 SGLang reads its capacity, slots and token padding from. All of SGLang runs unchanged; on the CPU a package that it
-imports may need help, see ``_declare_torchvision``.
+imports may need help, see ``declare_torchvision``.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Sglang:
         source = _dispatcher_source()
         cpu = torch.device(device).type == "cpu"
         self._size, self._device = size, torch.device("cpu") if cpu else torch.device(device, rank)
-        seams = _declare_torchvision() if cpu else ()
+        seams = declare_torchvision() if cpu else ()
         arguments = self._server_arguments("dummy")
         import_module("sglang.srt.runtime_context").publish(arguments, role="test")
         if not cpu:
@@ -282,7 +282,7 @@ def _dispatcher_source() -> Path:
 
 
 @cache  # torch registers a name once in a process
-def _declare_torchvision() -> tuple[str, ...]:
+def declare_torchvision() -> tuple[str, ...]:
     """Declare two operators that torchvision's Python code needs, if its library cannot be loaded here.
 
     SGLang imports torchvision for images. The package index has torchvision for CUDA only.

@@ -30,7 +30,7 @@ Build = Callable[..., Any]
 _BACKEND = "all2all_backend=moonep"
 #: A model that vLLM knows, as small as its config goes; no weights are ever read.
 _ARCHITECTURE, _MODEL = "OlmoeForCausalLM", "vllm.model_executor.models.olmoe"
-_HF_CONFIG = {
+HF_CONFIG = {
     "architectures": [_ARCHITECTURE],
     "model_type": "olmoe",
     "hidden_size": 128,
@@ -124,7 +124,7 @@ def _with_model(configure: Configure, dtype: str, **changes: Any) -> None:
     # Given as a class, the model is looked at here; for its name alone vLLM starts a process, which takes 20 s.
     registry.register_model(_ARCHITECTURE, getattr(import_module(_MODEL), _ARCHITECTURE))
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(_HF_CONFIG))
+        (Path(folder) / "config.json").write_text(json.dumps(HF_CONFIG))
         model = import_module("vllm.config").ModelConfig(
             model=folder, dtype=dtype, skip_tokenizer_init=True, enforce_eager=True, **changes
         )
