@@ -295,7 +295,8 @@ def _packed(name: str, seed: int, shape: tuple[int, int], expert: int) -> Tensor
 def gradients(case: Case, rank: int, name: str, ones: bool) -> tuple[Tensor, Tensor]:
     """float32 gradients of the owned experts ``[E/R, ...]`` and of this rank's slots ``[slots, ...]``.
 
-    Values of +-2**30 and 1 and small fractions, so that the order of the sum shows; or all ones, to count.
+    Values of +-2**30, and of 1 to 2 with all 24 bits in use, so that the order of the sum and a narrower dtype on
+    the way show; or all ones, to count.
     """
     layout = Layout.of(case)
     shape = projection_shapes(case)[name]
@@ -304,10 +305,15 @@ def gradients(case: Case, rank: int, name: str, ones: bool) -> tuple[Tensor, Ten
         return torch.ones(sizes[0], *shape), torch.ones(sizes[1], *shape)
     rows, columns = torch.arange(shape[0])[:, None], torch.arange(shape[1])
     local, slots = (
-        _cancel(hashed(f"grad {kind} {name}", case.seed, rank, torch.arange(size)[:, None, None], rows, columns))
+        _fractions(f"{kind} {name}", case.seed, rank, torch.arange(size)[:, None, None], rows, columns)
         for kind, size in zip(("local", "slot"), sizes, strict=True)
     )
     return local, slots
+
+
+def _fractions(of: str, seed: int, *index: int | Tensor) -> Tensor:
+    large, fraction = _cancel(hashed(f"grad {of}", seed, *index)), hashed(f"grad fraction of {of}", seed, *index)
+    return torch.where(large.abs() > 3, large, 1 + below(fraction, 2**23).float() / 2**23)
 
 
 def _cancel(noise: Tensor) -> Tensor:

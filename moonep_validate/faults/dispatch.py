@@ -107,6 +107,13 @@ def _(call: Next, *args: Any, **kwargs: Any) -> Any:
     return (result[0].clone(), *result[1:]) if kwargs.get("zero_copy") else result
 
 
+@fault("zero-copy-copies-weights", on="buffer.dispatch", stage="dispatch", bugs="K22")
+def _(call: Next, *args: Any, **kwargs: Any) -> Any:
+    """router_weights_zero_copy returns a copy of the route weights."""
+    rows, weights, *rest = call(*args, **kwargs)
+    return (rows, weights.clone() if kwargs.get("router_weights_zero_copy") else weights, *rest)
+
+
 @fault("async-returns-early", on="buffer.dispatch", stage="dispatch", bugs="K24")
 def _(call: Next, *args: Any, **kwargs: Any) -> Any:
     """An asynchronous dispatch is read before its last rows have arrived."""

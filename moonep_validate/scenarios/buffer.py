@@ -45,6 +45,9 @@ def variants(rig: Rig) -> None:
         rig.promise("V4", "async", "base", *_WHOLE)
         session.forward("zero_copy", batch, zero_copy=True)
         rig.promise("V3", "zero_copy", "base", *_WHOLE)
+        if session.takes("dispatch", "router_weights_zero_copy"):
+            session.forward("weights_view", batch, router_weights_zero_copy=True)
+            rig.promise("V3", "weights_view", "base", *_WHOLE)
         sent = session.dispatch("no_weights", batch, route_weights=False)
         session.combine("no_weights", sent, _injected(rig, sent))
         rig.promise("V5", "no_weights", "base", "dispatch.rows", "dispatch.dst", "dispatch.cu_seqlens")

@@ -162,6 +162,9 @@ class BufferDoor(LayerDoor, Protocol):
     def num_groups(self) -> int:
         """Length of ``cu_seqlens``."""
 
+    def takes(self, call: str, flag: str) -> bool:
+        """Whether this build's Buffer has a flag of a call, which other builds do without."""
+
     def poison_slots(self, step: str) -> None:
         """Fill this rank's slots, so that what the next prefetch leaves out shows."""
 

@@ -466,6 +466,9 @@ CORRUPTIONS = [
     Corruption("D2", "dispatch", "expected 0 (0x0000), got -0 (0x8000)", minus_zero_for_zero),
     Corruption("D2", "dispatch", "padding row_weights bits at rank 1, row", padding_weight),
     Corruption("A1", "dispatch", "rows are the Buffer's own at rank 1", info("dispatch", "is_view", True)),
+    Corruption(
+        "A1", "dispatch", "row weights are the Buffer's own at rank 1", info("dispatch", "weights_are_view", True)
+    ),
     Corruption("A2", "dispatch", "the same plan object", info("dispatch", "same_plan", False, "replay"), VARIANTS),
     Corruption("U1", "dispatch", "expected nothing, got hidden", info("dispatch", "changed", ["hidden"])),
     Corruption("W1", "prefetch", "up weight bits at rank 1, slot 0, expert 1, weight row 7", stale_slot),

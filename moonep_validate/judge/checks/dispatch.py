@@ -53,12 +53,18 @@ def zero_padding(s: Step) -> Iterator[Compared]:
 
 @check("A1", "dispatch")
 def zero_copy_view(s: Step) -> Iterator[Compared]:
-    """A dispatch with zero_copy returns the Buffer's own rows, any other one a copy"""
-    is_view = s.all_info("dispatch", "is_view")
-    if is_view is None:
-        raise Absent("this Buffer has no view of its rows to compare with")
-    want = np.full(s.case.R, bool(s.info("dispatch", "zero_copy", False)))
-    yield differ("rows are the Buffer's own", want, np.array(is_view), axes("rank"))
+    """A dispatch with zero_copy returns the Buffer's own memory, any other one a copy"""
+    told = 0
+    for what, found, flag in (
+        ("rows", "is_view", "zero_copy"),
+        ("row weights", "weights_are_view", "router_weights_zero_copy"),
+    ):
+        if (is_view := s.all_info("dispatch", found)) is not None:
+            told += 1
+            want = np.full(s.case.R, bool(s.info("dispatch", flag, False)))
+            yield differ(f"{what} are the Buffer's own", want, np.array(is_view), axes("rank"))
+    if not told:
+        raise Absent("this Buffer has no view of its memory to compare with")
 
 
 @check("A2", "dispatch")

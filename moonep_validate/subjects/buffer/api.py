@@ -46,7 +46,9 @@ def detect_generation(buffer: type, forced: str | None = None) -> str:
     Raises:
         CaseError: if the signatures do not tell (use ``--api``), contradict each other, or contradict ``forced``.
     """
-    constructor, prefetch = (_parameters(getattr(buffer, name, None)) for name in ("__init__", "prefetch_weight"))
+    constructor, prefetch = (
+        parameters_of(getattr(buffer, name, None)) for name in ("__init__", "prefetch_weight")
+    )
     said = {"A"} if "B" in constructor else set()
     said |= {"A"} if "full_gate_weight" in prefetch else set()
     said |= {"B"} if "local_gate_weight" in prefetch else set()
@@ -69,7 +71,8 @@ def make_buffer(buffer: Callable[..., Any], case: Case, group: Any) -> Any:
     return buffer(case.S, case.H, case.K, case.E, case.R, token_padding=case.pad, group=group, **slots)
 
 
-def _parameters(function: Any) -> set[str]:
+def parameters_of(function: Any) -> set[str]:
+    """Names of a function's parameters; empty where its signature does not tell."""
     try:
         return set(inspect.signature(function).parameters)
     except (TypeError, ValueError):

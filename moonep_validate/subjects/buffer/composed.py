@@ -35,7 +35,7 @@ from moonep_validate.sessions.protocols import (
 )
 from moonep_validate.sessions.rig import Rig
 from moonep_validate.subjects import experts
-from moonep_validate.subjects.buffer.api import Gradients, Slots, make_buffer
+from moonep_validate.subjects.buffer.api import Gradients, Slots, make_buffer, parameters_of
 from moonep_validate.subjects.buffer.captured import Captured, in_capture
 from moonep_validate.subjects.buffer.plan import plan_inputs, plan_sizes, plan_tensors
 from moonep_validate.subjects.buffer.sample import put_sample
@@ -199,10 +199,20 @@ class ComposedSession:
             call.info["sizes"] = plan_sizes(sent.plan)
             call.unchanged(hidden=batch.hidden, topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
             call.unchanged(**plan_inputs(plan))
-            view = getattr(self.buffer, "hidden_nvsh_buffer_view", None)
-            call.info["is_view"] = None if view is None else sent.rows.data_ptr() == view.data_ptr()
+            call.info["is_view"] = self._is_view(sent.rows, "hidden_nvsh_buffer_view")
+            if self.takes("dispatch", "router_weights_zero_copy"):  # elsewhere zero_copy may mean both
+                call.info["weights_are_view"] = self._is_view(sent.row_weights, "router_weight_buffer_view")
             self._note_leases(call)
         return sent
+
+    def takes(self, call: str, flag: str) -> bool:
+        """See ``BufferDoor.takes``."""
+        return flag in parameters_of(getattr(self.buffer, call, None))
+
+    def _is_view(self, result: Tensor | None, view: str) -> bool | None:
+        """Whether a result is the Buffer's own memory; None where there is no result, or no view to tell by."""
+        own: Tensor | None = getattr(self.buffer, view, None)
+        return None if own is None or result is None else result.data_ptr() == own.data_ptr()
 
     def _dispatch(
         self, call: Call, batch: Batch, replay: Dispatched | None, route_weights: bool, flags: dict[str, bool]
