@@ -19,6 +19,7 @@ from moonep_validate.cases.vocabulary import VOCABULARY
 from moonep_validate.doors import interrupts
 from moonep_validate.doors.cli import formats as commands_formats
 from moonep_validate.doors.cli import gate as commands_gate
+from moonep_validate.doors.cli import history as commands_history
 from moonep_validate.doors.cli import loaders as commands_loaders
 from moonep_validate.doors.cli import mutate as commands_mutate
 from moonep_validate.doors.cli import plan as commands_plan
@@ -230,6 +231,7 @@ def cases(
 
 
 app.command()(commands_gate.gate)
+app.command()(commands_history.history)
 app.command()(commands_report.report)
 app.command()(commands_formats.checkpoint)
 app.command()(commands_formats.memory)

@@ -23,6 +23,11 @@ def misses(path: str, package: str) -> str | None:
     return f"--engine-path {path} holds no package {package}; {instead}"
 
 
+def holder(folder: Path, package: str) -> Path | None:
+    """The folder that holds a package: a checkout's root, or one just below it; None if there is none."""
+    return folder if _holds(folder, package) else next(_others(folder, package), None)
+
+
 def outside(path: str, package: str, file: str) -> str | None:
     """What to say if a package was imported from elsewhere than the folder that was named, else None."""
     if file and Path(file).resolve().is_relative_to(Path(path).resolve()):
