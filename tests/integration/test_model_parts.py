@@ -54,7 +54,7 @@ _declared = lru_cache(declare_torchvision)  # torch registers a name once
 @pytest.fixture
 def engine(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> str:
     """The engine's name; its package can be imported."""
-    name: str = pytestconfig.getoption("--moonep-subject")
+    name: str = pytestconfig.getoption("--moonep-subject") or "reference"
     if name not in ROUTERS:
         pytest.skip(f"{name}: its router is not known here; known: {', '.join(ROUTERS)}")
     if path := pytestconfig.getoption("--moonep-engine-path"):

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # engines warn at import; tha
 
 @pytest.fixture(scope="session")
 def subject(pytestconfig: pytest.Config) -> str:
-    name: str = pytestconfig.getoption("--moonep-subject")
+    name: str = pytestconfig.getoption("--moonep-subject") or "reference"
     if name not in KNOWN:
         pytest.skip(f"{name}: its loaders are not known here; known: {', '.join(KNOWN)}")
     if find_spec(name) is None:

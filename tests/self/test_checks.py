@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from moonep_validate.cases.case import Case
 from moonep_validate.judge.checks import CHECKS, Compared
 from moonep_validate.judge.coverage import bare
 from moonep_validate.judge.facts import Step
 from moonep_validate.judge.registry import register, step_checks
+from moonep_validate.judge.verdict import Verdict
 from moonep_validate.pipeline.judge import judge
 from moonep_validate.trace.recording import Recording
 from moonep_validate.trace.trace import Part, Trace
@@ -21,12 +23,30 @@ from tests.self.corruptions_forms import FORMS
 from tests.self.corruptions_moved import MOVED
 
 
+@pytest.fixture(scope="module")
+def _verdicts() -> dict[str, Verdict]:
+    return {}
+
+
+@pytest.fixture
+def clean(_verdicts: dict[str, Verdict], recorded: Callable[..., Trace]) -> Callable[[Case], Verdict]:
+    """The verdict on the clean trace of a case, judged once for all of its corruptions."""
+
+    def get(case: Case) -> Verdict:
+        if str(case) not in _verdicts:
+            _verdicts[str(case)] = judge(recorded(case))
+        return _verdicts[str(case)]
+
+    return get
+
+
 @pytest.mark.parametrize(
     "corruption", CORRUPTIONS + EXPERTS + FORMS + MOVED, ids=lambda c: f"{c.check}-{c.change.__name__}"
 )
-def test_corruption_is_caught_at_its_stage(corruption: Corruption, recorded: Callable[..., Trace]) -> None:
-    clean = judge(recorded(corruption.case))
-    assert clean.ok, clean.diagnosis
+def test_corruption_is_caught_at_its_stage(
+    corruption: Corruption, recorded: Callable[..., Trace], clean: Callable[[Case], Verdict]
+) -> None:
+    assert clean(corruption.case).ok, clean(corruption.case).diagnosis
     trace = recorded(corruption.case)
     corruption.change(trace)
     verdict = judge(trace)

@@ -151,3 +151,17 @@ def test_a_session_that_ends_early_leaves_its_state_incomplete(consumer: pytest.
     consumer.makepyfile(test_ends="import os\ndef test_end():\n    os._exit(0)\n")
     assert consumer.runpytest_subprocess(*RUNS, "--moonep-state", str(state)).ret == 0
     assert json.loads(state.read_text()) == {"schema": 1, "status": "incomplete", "exit_code": 14, "judged": 0}
+
+
+def test_without_an_engine_its_cases_are_not_judged_on_the_reference(pytester: pytest.Pytester) -> None:
+    for file in ("conftest.py", "test_integration.py"):
+        (pytester.path / file).write_text((CONSUMER.parents[1] / "integration" / file).read_text())
+    asked = ("--collect-only", "-q")
+    without = pytester.runpytest_subprocess(*asked)
+    without.stdout.no_fnmatch_line("*::test_case*")
+    assert without.ret == pytest.ExitCode.NO_TESTS_COLLECTED
+    named = pytester.runpytest_subprocess(*asked, "--moonep-subject", "reference")
+    assert named.ret == pytest.ExitCode.NO_TESTS_COLLECTED
+    pytester.runpytest_subprocess(*asked, "--moonep-subject", "vllm").stdout.fnmatch_lines(
+        ["*::test_case[[]genA*"]
+    )
