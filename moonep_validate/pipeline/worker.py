@@ -25,7 +25,7 @@ from moonep_validate.pipeline.words import tampered, used, words
 from moonep_validate.subjects.engines import start as engines
 from moonep_validate.trace.recording import Recording
 from moonep_validate.trace.trace import Recorder, Trace, described
-from moonep_validate.worlds import launch, wire
+from moonep_validate.worlds import held, launch, wire
 from moonep_validate.worlds.comm import CollectiveError
 from moonep_validate.worlds.flight import DONE, Flight, Logged, tell_peers, watch_torch
 from moonep_validate.worlds.local import LocalComm, Star
@@ -82,6 +82,8 @@ def _answer(request: bytes, flight: Flight, star: Star) -> tuple[bool, bytes]:
         engines.reset(message["reset"])
         dist.barrier()  # a rank that is done sooner must not begin the next case beside one that still closes
         return False, b""
+    if "held" in message:
+        return False, json.dumps(held.own(message["held"])).encode()
     job, case = Job.from_json(message["job"]), Case.parse(message["case"])
     trace, failed = record_rank(job, case, Logged(LocalComm(star), flight))
     return failed, trace.to_bytes(sealed=False)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -292,6 +293,16 @@ def _fits(case: Case, routing: str) -> bool:
     return True
 
 
+def drawn(
+    seed: str, generations: Sequence[str] = ("A", "B"), portable: bool = False, ranks: int = 4
+) -> Iterator[Case]:
+    """The cases of a seed for R ranks, without end; see ``case_strategy``."""
+    for batch in count():
+        found: list[Case] = []
+        _given(f"{seed}/{batch}", case_strategy(generations, portable, [ranks]), found.append)
+        yield from found
+
+
 # --- the loop ---
 
 
@@ -367,6 +378,12 @@ def _run_batch(hunt: _Hunt, seed: str, cases: SearchStrategy[Case]) -> None:
             for figure, value in hunt.visit(case).items():
                 h.target(value, label=figure)
 
+    _given(seed, cases, one)
+
+
+def _given(seed: str, cases: SearchStrategy[Case], one: Callable[[Case], None]) -> None:
+    """Call ``one`` on a batch of cases; the same seed draws the same ones."""
+    h = _hypothesis()
     settings = h.settings(
         max_examples=_BATCH,
         phases=(h.Phase.generate, h.Phase.target),
@@ -375,7 +392,7 @@ def _run_batch(hunt: _Hunt, seed: str, cases: SearchStrategy[Case]) -> None:
         derandomize=False,
         suppress_health_check=list(h.HealthCheck),
     )
-    h.seed(seed)(settings(h.given(cases)(one)))()
+    h.seed(seed)(settings(h.given(cases)(lambda case: one(case))))()
 
 
 def _hypothesis() -> Any:

@@ -101,6 +101,7 @@ class Pool:
 
     Attributes:
         autopsy: what is known of the ranks of the last case, if it did not come to its end (autopsy.py).
+        watched: whether somebody looks for leaks in it; then it is not replaced as it ages.
 
     Raises:
         RuntimeError: if a worker does not come up, or runs another copy of this package; it says why.
@@ -111,6 +112,7 @@ class Pool:
         self.size, self._number = size, 0
         self.autopsy: dict[str, Any] = {}
         self.cases, self._keys, self._young = 0, set[str](), 0
+        self.watched = False
         self.started: dict[str, Any] | None = None
         self.folder = tempfile.TemporaryDirectory(prefix=warden.PREFIX, ignore_cleanup_errors=True)
         root = Path(self.folder.name)
@@ -351,6 +353,8 @@ class Pool:
     @property
     def aged(self) -> bool:
         """Whether it has served long enough, or has grown too much, to be replaced."""
+        if self.watched:
+            return False
         if self.cases >= OLD_CASES:
             return True
         return bool(self._young and self.cases % _WARM_CASES == 0 and self._bytes() - self._young > OLD_BYTES)
@@ -392,6 +396,11 @@ def _json(data: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"error": f"its answer is {found!r:.100}, and no object"}
 
 
+def answer_of(reply: Reply) -> dict[str, Any]:
+    """What a worker sent as JSON; empty where it sent nothing."""
+    return {} if reply.data is None else _json(reply.data)
+
+
 def _no_answer(rank: int, reply: Reply) -> dict[str, Any]:
     """What is said for a worker that ended, or was silent, while it started."""
     how = reply.problem or f"was silent for {START_SECONDS:g} s"
@@ -428,6 +437,11 @@ def pool(size: int, environment: dict[str, str], start: bytes | None = None) -> 
         _pools.pop(next(iter(_pools))).close()
     _pools[key] = living or Pool(size, environment, start)  # last in the order of use
     return _pools[key]
+
+
+def living(size: int) -> list[Pool]:
+    """The pools of so many ranks whose workers run now."""
+    return [one for one in _pools.values() if one.size == size and one.alive]
 
 
 @atexit.register

@@ -25,6 +25,7 @@ from moonep_validate.doors.cli import mutate as commands_mutate
 from moonep_validate.doors.cli import plan as commands_plan
 from moonep_validate.doors.cli import report as commands_report
 from moonep_validate.doors.cli import served as commands_served
+from moonep_validate.doors.cli import soak as commands_soak
 from moonep_validate.doors.cli import worlds as commands_worlds
 from moonep_validate.doors.cli.loop import AllChecks, job_and_cases, judge_all, opened, profile_of, required
 from moonep_validate.doors.cli.options import console, job_of, note, one_of, takes
@@ -70,10 +71,17 @@ def run(
         bool,
         typer.Option("--loader", help="Judge an engine's weight loaders, on small checkpoints of each format."),
     ] = False,
+    soak: Annotated[
+        str | None, typer.Option(help="Instead: random cases for so long (90s, 10m, 8h); leaks are failures.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of --soak: the same seed draws the same cases.")] = 0,
+    resume: Annotated[Path | None, typer.Option(help="Go on with the interrupted --soak in this folder.")] = None,
 ) -> None:
     """Judge a subject on a profile, or on the cases given."""
     if loader:
         commands_loaders.judge_loader(options, out)
+    if soak or resume:
+        commands_soak.main(context.info_name, options, soak, seed, out, resume)
     commands_worlds.arrive(context.info_name)
     job, cases = job_and_cases(options)
     if options.require:
