@@ -318,6 +318,7 @@ FOUND_BY = {
     "FirstExpertNotLoaded": ("hot:5", "failed", "load", "I8", "gate weight bits at rank 0, expert 0"),
     "RanksReversed": ("hot:5", "failed", "load", "I8", "gate weight bits at rank 0, expert 0"),
     "ReloadIgnored": ("reload", "failed", "load", "I8", "gate weight bits at rank 0, expert 0"),
+    "ReloadMistyped": ("reload", "failed", "load", "F1", "at rank 0: expected return, got AttributeError: 'Layer' object has no attribute 'ful'"),
     "ReloadNotGathered": ("reload", "failed", "load", "I8", "gate weight bits at rank 0, expert 4"),
     "SlotsOfLatestLayer": ("hot:3+layers", "failed", "load", "I8", "gate weight bits at rank 0, expert 0"),
     "PrefetchIntoCopy": ("hot:5", "failed", "experts", "P1", "got nan; all home groups are right and the rows of all 1 used slots are wrong: the slot that the experts read is not the slot that prefetch filled"),
@@ -366,6 +367,12 @@ def test_without_a_defect_the_same_cases_pass() -> None:
         assert verdict.status == "passed", verdict.diagnosis
 
 
+def test_an_update_that_is_refused_and_changes_nothing_is_right() -> None:
+    verdict = faulty("ReloadRefused", "hot:5+reload")
+    assert verdict.status == "passed", verdict.diagnosis
+    assert "kept" in {result.step for result in verdict.results}
+
+
 @pytest.mark.parametrize("words", ["hot:5", "fill:real+tokens:5,11", "invalid_ids"])
 def test_taps_do_not_change_results(words: str) -> None:
     verdict = faulty("TapsRemoved", words)
@@ -378,7 +385,7 @@ def test_a_defect_is_found_at_its_stage(name: str) -> None:
 
 
 def test_catalogue_of_defects_is_complete() -> None:
-    assert set(FOUND_BY) == set(defects()) - {"None_", "TapsRemoved"}
+    assert set(FOUND_BY) == set(defects()) - {"None_", "TapsRemoved", "ReloadRefused"}
 
 
 @pytest.mark.parametrize(

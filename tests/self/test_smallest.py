@@ -84,6 +84,25 @@ def test_a_run_says_that_a_failure_needs_the_cases_before_it(
     assert "failed at stage combine" in again
 
 
+def test_a_failure_of_another_kind_that_does_not_repeat_alone_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
+    """The first one does, and says nothing of the others, whose commands were printed too."""
+    twice = LEAKY.replace(
+        "        return super().dispatch(",
+        "        hidden = hidden * (hidden.shape[1] != 8)\n        return super().dispatch(",
+    )
+    assert twice != LEAKY
+    (tmp_path / "twice_leaky.py").write_text(twice)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    cases = [f"genB+R2+E4+K2+S3+H{width}+I8+pad4" for width in (8, 24, 40)]
+    asked = ["run", *(f"--case={case}" for case in cases), "--moonep-module", "twice_leaky", "--relaxed"]
+    code, out, _ = cli(*asked, "--shrink-seconds", "20")
+    assert code == 1
+    assert "smallest failing case (" in out
+    assert f"not reproduced alone: {cases[2]}\n" in out, out
+
+
 def test_a_failure_that_stands_alone_is_shrunk_and_its_command_fails(cli: Cli) -> None:
     code, out, _ = cli(
         "run", "--case", "genB+R2+E4+K2+S9+H8+I8+hot:0", "--fault", "slot-not-filled", "--shrink-seconds", "5"

@@ -5,6 +5,7 @@ What is printed was tried in new workers: a case may fail only because of what t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from moonep_validate.cases.case import Case, CaseError
@@ -18,15 +19,32 @@ from moonep_validate.worlds.processes import close_pools
 
 
 def show_smallest(summary: Summary, job: Job, seconds: float) -> None:
-    """Print how the first failure of a run can be had again; not of one that waits for a deadline each time."""
+    """Print how the first failure of a run can be had again, and which of other kinds do not repeat alone.
+
+    Failures that wait for a deadline each time are left out.
+    """
     failures = [verdict for verdict in first_failures(summary.verdicts) if verdict.status == "failed"]
     if not failures:
         return
     failed = failures[0]
     with console.status("looking for the smallest failing case"):
         text = _alone(job, failed, seconds) or _after_others(job, failed, summary.verdicts, seconds)
+        others = _others(job, failures[1:], seconds)
     summary.smallest = text, str(failed.case)
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    for line in (text, *others):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _others(job: Job, failures: Sequence[Verdict], seconds: float) -> list[str]:
+    """Which failures of other kinds do not repeat alone, and which were not tried; their commands were printed."""
+    until, lone, untried = time.monotonic() + seconds, [], []
+    for verdict in failures:
+        if time.monotonic() > until:
+            untried.append(str(verdict.case))
+        elif signature(_in_new_workers(job, [verdict.case])) != signature(verdict):
+            lone.append(str(verdict.case))
+    told = {"not reproduced alone": lone, "not run again by itself, for lack of time (--shrink-seconds)": untried}
+    return [f"{what}: {', '.join(cases)}" for what, cases in told.items() if cases]
 
 
 def _alone(job: Job, failed: Verdict, seconds: float) -> str:

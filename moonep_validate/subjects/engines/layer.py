@@ -35,6 +35,10 @@ def checkpoint(
                 yield rank * case.experts_per_rank + local, name, weights[name][local]
 
 
+#: What refuses nothing: something is missing, or its name is wrong.
+_ACCIDENTS = (AttributeError, ImportError, NameError)
+
+
 class LayerSession:
     """One rank: an engine configured for a case, and its layers.
 
@@ -155,7 +159,7 @@ class LayerSession:
         with self._load(index) as call:
             try:
                 self.layer(0).reload(self._checkpoint(index))
-            except CollectiveError:
+            except (CollectiveError, *_ACCIDENTS):
                 raise
             except Exception as error:
                 call.info.update(refused=type(error).__name__, message=str(error)[:300])

@@ -17,9 +17,11 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from copy import copy
 from functools import partial
 from importlib import import_module
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ from moonep_validate.subjects.engines.vllm_probes import config_probes, layer_pr
 _SLOTS, _PAD, _TILE = 4, 128, 128
 _MOE = "vllm.model_executor.layers.fused_moe"
 _RELOAD = "vllm.model_executor.model_loader.reload"
+_UPDATER = "vllm.v1.worker.gpu_model_runner"
 _MOONEP = f"{_MOE}.prepare_finalize.moonep"
 #: What vLLM's all2all_utils imports from _MOONEP on CUDA only.
 CUDA_ONLY = (
@@ -209,16 +212,14 @@ class _Layer:
             experts.quant_method.process_weights_after_loading(experts)
 
     def reload(self, checkpoint: Checkpoint) -> None:
-        """See ``MoELayer.reload``: what vLLM's ``reload_weights`` does to each layer of a model; collective.
+        """See ``MoELayer.reload``: by the updater of vLLM's model runner, on a model of this layer; collective.
 
         Raises:
-            NotImplementedError: in vLLM 0.32, from the second conversion.
+            Exception: what vLLM refuses an update with; in 0.32 NotImplementedError, from the second conversion.
         """
-        reloading = import_module(_RELOAD)
+        updater = import_module(_UPDATER).GPUModelRunner.reload_weights
         with _current(self._config), self.device:
-            reloading.initialize_layerwise_reload(self.runner)
-            deque(self.runner.load_weights(_named(checkpoint)), maxlen=0)
-            reloading.finalize_layerwise_reload(self.runner, None)
+            updater(_ModelRunner(self._config, self.runner), weights_iterator=_named(checkpoint))
 
     def forward(self, hidden: Tensor, topk_weights: Tensor, topk_ids: Tensor, token_counts: list[int]) -> Tensor:
         """See ``MoELayer.forward``."""
@@ -245,6 +246,37 @@ class _Layer:
         """The router of the layer: what ``forward`` was given."""
         assert self._routes is not None, "vLLM asked for a routing outside of forward"
         return self._routes
+
+
+class _ModelRunner:
+    """What vLLM's updater asks of the model runner whose method it is: a model, here of one layer, and caches."""
+
+    def __init__(self, config: Any, layer: Any) -> None:
+        self.vllm_config = copy(config)
+        if config.model_config is None:  # layers are made without one; the updater looks at its quantisation
+            vars(self.vllm_config)["model_config"] = SimpleNamespace(quantization=None)
+        self._model = _OneLayer(layer)
+
+    def get_model(self) -> Any:
+        """The model that is updated."""
+        return self._model
+
+    def reset_lora_state(self) -> None:
+        """There is none."""
+
+    reset_encoder_cache = reset_mm_cache = reset_lora_state
+
+
+class _OneLayer(torch.nn.Module):
+    """A model of one MoE layer, whose weights have the names that the layer's loader knows."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> set[str]:
+        """As models of vLLM do: the names of the parameters that were loaded."""
+        return {f"layer.{name}" for name in self.layer.load_weights(weights)}
 
 
 def _named(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:

@@ -257,6 +257,29 @@ class ReloadIgnored(Layer):
 
 
 @defect
+class ReloadRefused(Layer):
+    """Honest: an update is refused, and changes nothing."""
+
+    loaded = False
+
+    def reload(self, checkpoint: Checkpoint) -> None:
+        if self.loaded:
+            raise NotImplementedError("no weight updates")
+        super().reload(checkpoint)
+        self.loaded = True
+
+
+@defect
+class ReloadMistyped(ReloadRefused):
+    """An update stumbles, which refuses nothing."""
+
+    def reload(self, checkpoint: Checkpoint) -> None:
+        if self.loaded:
+            raise AttributeError("'Layer' object has no attribute 'ful'")
+        super().reload(checkpoint)
+
+
+@defect
 class ReloadNotGathered(Layer):
     """A reload changes this rank's experts, and leaves the copies that other ranks hold of them."""
 
