@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from moonep_validate.subjects.provenance import file_of, owner_of, provenance
+from moonep_validate.trace.provenance import file_of, owner_of, provenance
 from moonep_validate.trace.trace import Part, Said, Trace
 from moonep_validate.worlds import launch
 

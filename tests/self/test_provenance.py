@@ -18,7 +18,7 @@ from types import ModuleType
 import pytest
 
 import moonep_validate
-from moonep_validate.subjects.provenance import Provenance, describe, provenance
+from moonep_validate.trace.provenance import Provenance, describe, provenance
 
 NAME = "moonep_probe"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -382,7 +382,9 @@ def test_of_two_installations_the_one_that_holds_the_file_speaks(tmp_path: Path,
 
 def test_pythonpath_shadows_an_installed_package(tmp_path: Path) -> None:
     package(tmp_path, "__version__ = 'shadow'", name="pluggy")
-    code = "import pluggy, moonep_validate.subjects.provenance as m; p = m.provenance(pluggy); print(p.version, p.file)"
+    code = (
+        "import pluggy, moonep_validate.trace.provenance as m; p = m.provenance(pluggy); print(p.version, p.file)"
+    )
 
     def version(*folders: Path) -> list[str]:
         path = os.pathsep.join(map(str, [*folders, Path(moonep_validate.__file__).parents[1]]))

@@ -19,7 +19,9 @@ from moonep_validate.doors.cli.options import console, note, one_of, takes
 from moonep_validate.pipeline.options import DECLARED, REFERENCE, Options
 
 if TYPE_CHECKING:
+    from moonep_validate.doors.doctor.line import Line
     from moonep_validate.doors.report.baseline import Change
+    from moonep_validate.doors.report.gate_files import GateFolder
     from moonep_validate.doors.report.outcome import CaseTold, Outcome, RunTold
     from moonep_validate.judge.verdict import Verdict
     from moonep_validate.pipeline.job import Job
@@ -77,6 +79,9 @@ def gate(
 
     base = read_outcome(baseline) if baseline else None
     folder = GateFolder(out)
+    lines, blockers = _doctor(options)
+    if blockers:
+        _blocked(folder, options, lines, blockers)
     runs = _made(options, None if profile == PRE_MERGE else profile)
     limits = Limits(fail_fast, time_budget, begin + time_budget if time_budget else float("inf"))
     times = {"start": time.monotonic() - begin}
@@ -88,13 +93,46 @@ def gate(
         told, cases = [*told, mine], [*cases, *its]
         times[run.name] = time.monotonic() - started
     outcome, change = _outcome(told, cases, base, {name: round(value, 3) for name, value in times.items()})
-    folder.write(outcome, change)
+    folder.write(outcome, change, lines)
     if save_baseline and outcome.status != "incomplete":
         save_baseline.write_bytes(pruned(outcome))
     _say(outcome, change, folder.path, time.monotonic() - begin)
     if folder.lost:
         note(folder.lost)
     raise typer.Exit(outcome.exit_code or (4 if folder.lost else 0))
+
+
+def _doctor(options: Options) -> tuple[list[Line], list[str]]:
+    """What doctor finds, and which demands cannot be met whatever runs; only demanded packages are imported.
+
+    Raises:
+        CaseError: for a demand that is not of the form STAGE=PACKAGE.
+    """
+    from moonep_validate.doors.doctor.findings import findings, gate_blockers
+    from moonep_validate.doors.doctor.readings import read
+    from moonep_validate.pipeline.require import demands
+
+    wanted = [(demand, package) for demand, _, package in demands(options.require)]
+    lines = findings(read(only=[package for _, package in wanted], path=options.engine_path))
+    named = re.split(r"[.:]", f"{options.moonep_module}.{options.subject}.{options.experts}")
+    known = ("vllm", "sglang")  # a module that is named itself is asked by its own option, and says more
+    return lines, gate_blockers(lines, [one for one in wanted if one[1] in known or one[1] not in named])
+
+
+def _blocked(folder: GateFolder, options: Options, lines: list[Line], blockers: list[str]) -> None:
+    """End before anything starts: a report, and one line a demand.
+
+    Raises:
+        Exit: always, with code 1.
+    """
+    from moonep_validate.doors.report.baseline import Change
+    from moonep_validate.doors.report.outcome import RunTold
+
+    name = _name(options)
+    outcome, _ = _outcome([RunTold(name, name, "not_run", 1, 0, blockers)], [], None, {})
+    folder.write(outcome, Change(), lines)
+    _say(outcome, Change(), folder.path, 0.0)
+    raise typer.Exit(1)
 
 
 def _targets(options: Options, profile: str | None) -> Iterator[tuple[str, Options]]:

@@ -17,6 +17,7 @@ from moonep_validate.cases.case import Case, CaseError, Spec
 from moonep_validate.cases.profiles import profile
 from moonep_validate.cases.vocabulary import VOCABULARY
 from moonep_validate.doors import interrupts
+from moonep_validate.doors.cli import doctor as commands_doctor
 from moonep_validate.doors.cli import formats as commands_formats
 from moonep_validate.doors.cli import gate as commands_gate
 from moonep_validate.doors.cli import history as commands_history
@@ -238,6 +239,7 @@ def cases(
     console.print("\n".join(f"  {line}" for line in lines), highlight=False, soft_wrap=True)
 
 
+app.command()(commands_doctor.doctor)
 app.command()(commands_gate.gate)
 app.command()(commands_history.history)
 app.command()(commands_report.report)

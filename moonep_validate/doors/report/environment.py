@@ -1,7 +1,7 @@
 """Where and with what was something judged? The environment of an acceptance record, without secrets.
 
 Sizes and seeds are in the case lines, who ran is in the evidence; this is the rest. What cannot be told is left
-out. Nothing is imported for it but torch, which runs here anyway.
+out. Nothing is imported for it but torch, which runs here anyway; ``packages`` and ``variables`` do without.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from importlib import metadata
 from typing import Any
 
 import moonep_validate
-from moonep_validate.subjects.provenance import describe, provenance
+from moonep_validate.trace.provenance import describe, provenance
 
 #: Distributions whose version decides what a result means, where they are installed.
 _PACKAGES = (
@@ -74,13 +74,18 @@ def _lasting() -> dict[str, Any]:
         "suite": describe(provenance(moonep_validate)),
         "python": f"{platform.python_version()} ({sys.implementation.name})",
         "machine": _machine(),
-        "packages": {name: text for name in _PACKAGES if (text := _package(name))},
+        "packages": packages(),
         "torch": _torch(),
         "driver": _output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"),
         "topology": _output("nvidia-smi", "topo", "-m"),
         "variables": variables(os.environ),
     }
     return {name: value for name, value in found.items() if value}
+
+
+def packages() -> dict[str, str]:
+    """Version and origin of every distribution that decides what a result means, where it is installed."""
+    return {name: text for name in _PACKAGES if (text := _package(name))}
 
 
 def command(arguments: Sequence[str]) -> str:

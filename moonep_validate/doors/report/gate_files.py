@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from moonep_validate.cases.case import CaseError
+from moonep_validate.doors.doctor.line import Line
 from moonep_validate.doors.report.baseline import Change
 from moonep_validate.doors.report.environment import environment
 from moonep_validate.doors.report.files import ours, replace_file, sealed
@@ -40,11 +42,11 @@ class GateFolder:
         except OSError as error:
             raise CaseError(f"--out {path} cannot be used: {error.strerror}") from None
 
-    def write(self, outcome: Outcome, change: Change) -> None:
-        """All files; one that cannot be written is noted, and the others are."""
+    def write(self, outcome: Outcome, change: Change, lines: Sequence[Line] = ()) -> None:
+        """All files, with doctor's lines; one that cannot be written is noted, and the others are."""
         folders = {run.name: self.path / run.name for run in outcome.runs if (self.path / run.name).is_dir()}
         digests = {name: folder_digests(folder) for name, folder in folders.items()}
-        outcome = replace(outcome, environment=environment(), folders=digests)
+        outcome = replace(outcome, environment={**environment(), **_told(lines)}, folders=digests)
         self._put(_REPORT, sealed(outcome.to_text()))
         self._put(_JUNIT, junit(outcome, change.tolerated))
         self._put(_PAGE, page(outcome).encode())
@@ -54,3 +56,9 @@ class GateFolder:
             replace_file(self.path / name, data)
         except OSError as error:
             self.lost = self.lost or f"{self.path / name} cannot be written: {error.strerror}"
+
+
+def _told(lines: Sequence[Line]) -> dict[str, dict[str, str]]:
+    """Doctor's findings in the manifest; versions and variables are there already."""
+    mine = [line for line in lines if not line.what.startswith(("$", "version of "))]
+    return {"doctor": {one.what: f"{one.state}: {one.value}" for one in mine}} if mine else {}

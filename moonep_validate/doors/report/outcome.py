@@ -265,7 +265,7 @@ def _more(data: Mapping[str, Any]) -> list[str]:
 
 def evidence_of(cases: Iterable[Mapping[str, Any]]) -> list[Evidence]:
     """Who ran, over all cases that did: each distinct part once."""
-    from moonep_validate.subjects.provenance import describe
+    from moonep_validate.trace.provenance import describe
 
     found: dict[str, Evidence] = {}
     for data in cases:

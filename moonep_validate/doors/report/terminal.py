@@ -12,7 +12,7 @@ from rich.table import Table
 
 from moonep_validate.doors.report.summary import Row, Summary
 from moonep_validate.judge.verdict import Verdict
-from moonep_validate.subjects.provenance import describe, kind_of
+from moonep_validate.trace.provenance import describe, kind_of
 from moonep_validate.trace.trace import Part, Trace
 
 _STYLE = {"passed": "green", "failed": "bold red", "hung": "bold red", "error": "bold red"}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moonep_validate.formats import fp8
 from moonep_validate.subjects.experts.deepgemm import ENTRIES, Library
-from moonep_validate.subjects.provenance import provenance
+from moonep_validate.trace.provenance import provenance
 
 #: Two blocks of scales, so that one that is read from the other block shows.
 _WIDTH = 2 * fp8.BLOCK

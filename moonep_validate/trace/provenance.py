@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from importlib.metadata import Distribution
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from moonep_validate.trace.trace import Part
+if TYPE_CHECKING:  # it imports torch, which doctor does without
+    from moonep_validate.trace.trace import Part
 
 UNKNOWN = "unknown"
 #: For git, on a disk that may be slow: a part that it says nothing of is unknown, and no error.
