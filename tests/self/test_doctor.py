@@ -122,7 +122,9 @@ MEANINGS = [
 ]
 
 
-@pytest.mark.parametrize(("here", "what", "state", "value", "no"), MEANINGS, ids=[f"{one[1]}: {one[3]}" for one in MEANINGS])
+@pytest.mark.parametrize(
+    ("here", "what", "state", "value", "no"), MEANINGS, ids=[f"{one[1]}: {one[3]}" for one in MEANINGS]
+)
 def test_a_reading_has_a_state_a_value_a_fix_and_stops_what_needs_it(
     here: Readings, what: str, state: str, value: str, no: set[str]
 ) -> None:
