@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 
 from moonep_validate.cases.case import Case
 from moonep_validate.judge.checks import CHECKS, Compared
@@ -21,6 +22,9 @@ from tests.self.corruptions import CORRUPTIONS, EQUAL_LOADS, Corruption, call, m
 from tests.self.corruptions_experts import EXPERTS
 from tests.self.corruptions_forms import FORMS
 from tests.self.corruptions_moved import MOVED
+from tests.self.corruptions_plan import PLAN
+
+ALL = CORRUPTIONS + EXPERTS + FORMS + MOVED + PLAN
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +44,7 @@ def clean(_verdicts: dict[str, Verdict], recorded: Callable[..., Trace]) -> Call
     return get
 
 
-@pytest.mark.parametrize(
-    "corruption", CORRUPTIONS + EXPERTS + FORMS + MOVED, ids=lambda c: f"{c.check}-{c.change.__name__}"
-)
+@pytest.mark.parametrize("corruption", ALL, ids=lambda c: f"{c.check}-{c.change.__name__}")
 def test_corruption_is_caught_at_its_stage(
     corruption: Corruption, recorded: Callable[..., Trace], clean: Callable[[Case], Verdict]
 ) -> None:
@@ -59,8 +61,23 @@ def test_corruption_is_caught_at_its_stage(
     assert verdict.first.stage == (corruption.first or corruption.stage)
 
 
+def test_what_nobody_promises_may_be_anything(recorded: Callable[..., Trace]) -> None:
+    """Entries behind the duplicates that a plan lists, and sizes that a build's plan does not name."""
+    trace = recorded()
+    for rank in range(4):
+        groups, count = (
+            tensor(trace, "dispatch", "dup_groups", rank),
+            tensor(trace, "dispatch", "dup_counts", rank),
+        )
+        groups[int(count[0]) :] = torch.tensor([0, 0, 1], dtype=torch.int32)
+        tensor(trace, "dispatch", "dup_loffs", rank)[int(count[1]) :] = 1
+        del call(trace, "dispatch", rank).info["sizes"]["NvS"]
+    verdict = judge(trace)
+    assert verdict.ok, verdict.diagnosis
+
+
 def test_every_check_has_a_negative_control() -> None:
-    controlled = {c.check for c in CORRUPTIONS + EXPERTS + FORMS + MOVED}
+    controlled = {c.check for c in ALL}
     assert set(CHECKS) <= controlled, (
         f"{sorted(set(CHECKS) - controlled)}: add a corrupted trace that it must refuse, in tests/self/corruptions.py"
     )

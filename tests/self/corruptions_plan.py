@@ -1,0 +1,40 @@
+"""Known ways to break a plan that are not rank 1's alone: rank 0, expert 0, the last slot, ids outside."""
+
+from __future__ import annotations
+
+import torch
+
+from moonep_validate.trace.trace import Trace
+from tests.self.corruptions import CASE_A, Change, Corruption, call, put, tensor
+
+
+def slots(*experts: int, rank: int = 3) -> Change:
+    """All ranks agree that the last slots of a rank hold these experts."""
+
+    def change(trace: Trace) -> None:
+        for reader in range(4):
+            tensor(trace, "dispatch", "experts_to_copy", reader)[rank, -len(experts) :] = torch.tensor(experts)
+
+    return change
+
+
+def slot_count_is_another(trace: Trace) -> None:
+    call(trace, "dispatch", 2).info["sizes"]["B"] += 1
+
+
+PLAN = [
+    Corruption("L6", "plan", "last row, at most NvS at rank 1: expected", put("dispatch", "cu_seqlens", -1, 1000)),
+    Corruption(
+        "L8",
+        "plan",
+        "experts_to_copy against most ranks at rank 0, of rank 2, slot 1",
+        put("dispatch", "experts_to_copy", (2, 1), 7, rank=0),
+    ),
+    Corruption("L8", "plan", "expert id in a slot, in -1..E-1 at rank 3, slot 2: expected 12, got 12", slots(12)),
+    Corruption("L8", "plan", "expert id in a slot, in -1..E-1 at rank 3, slot 2: expected 12, got -2", slots(-2)),
+    Corruption("L8", "plan", "expert in a slot, not the rank's own at rank 0, slot 2", slots(0, rank=0)),
+    Corruption("L8", "plan", "expert in a slot, not repeated at rank 3, slot 1", slots(0, 0, -1)),
+    Corruption("L8", "plan", "expert in a slot, not repeated at rank 3, slot 2", slots(0, 1, 0)),
+    Corruption("L8", "plan", "slot after an unused one at rank 3, slot 1", slots(-1, 0, -1)),
+    Corruption("L17", "plan", "size in the plan at rank 2, field B: expected", slot_count_is_another, CASE_A),
+]
