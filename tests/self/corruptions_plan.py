@@ -1,11 +1,19 @@
-"""Known ways to break a plan that are not rank 1's alone: rank 0, expert 0, the last slot, ids outside."""
+"""Known ways to break a dispatch and its plan that are not rank 1's alone: rank 0, expert 0, the last slot, ids outside."""
 
 from __future__ import annotations
 
 import torch
 
 from moonep_validate.trace.trace import Trace
-from tests.self.corruptions import CASE_A, Change, Corruption, call, put, tensor
+from tests.self.corruptions import (
+    CASE_A,
+    Change,
+    Corruption,
+    call,
+    layer_has_fewer_tokens,
+    put,
+    tensor,
+)
 
 
 def slots(*experts: int, rank: int = 3) -> Change:
@@ -22,7 +30,16 @@ def slot_count_is_another(trace: Trace) -> None:
     call(trace, "dispatch", 2).info["sizes"]["B"] += 1
 
 
+def last_pad_is_not_zero(trace: Trace) -> None:
+    """Five tokens of seven are real."""
+    layer_has_fewer_tokens(trace)
+    for name in ("hidden", "topk_weights"):
+        tensor(trace, "dispatch", name)[5:] = 0
+    tensor(trace, "dispatch", "hidden")[6, 3] = 1
+
+
 PLAN = [
+    Corruption("I1", "prepare", "padding hidden at rank 1, token 6, column 3", last_pad_is_not_zero),
     Corruption("L6", "plan", "last row, at most NvS at rank 1: expected", put("dispatch", "cu_seqlens", -1, 1000)),
     Corruption(
         "L8",
