@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO
@@ -12,10 +12,13 @@ import typer
 
 from moonep_validate.cases.case import Case, CaseError
 from moonep_validate.cases.layout import Layout
+from moonep_validate.doors.cli.against import show_against, speeds_of, write_json
 from moonep_validate.doors.cli.options import console, one_of
 
 if TYPE_CHECKING:
     from moonep_validate.doors.report.plan_page import Drawn
+    from moonep_validate.judge.oracle.plan import ExpectedPlan
+    from moonep_validate.tools.against import Speeds
     from moonep_validate.tools.plan_input import Planned
 
 
@@ -35,6 +38,19 @@ def plan(
         int | None, typer.Option(min=1, help="Intermediate size of an expert [case's I, or 3072].")
     ] = None,
     weight_format: Annotated[str, typer.Option("--format", help="Weight format, a word of a case.")] = "bf16",
+    against: Annotated[
+        bool, typer.Option("--against", help="What balance is worth: plain EP, static redundancy, MoonEP.")
+    ] = False,
+    layers: Annotated[int, typer.Option(min=1, help="Of --against: routings a step, one a layer.")] = 1,
+    redundant: Annotated[
+        int, typer.Option(min=0, help="Of --against: replicas a rank that static redundancy has.")
+    ] = 1,
+    link_gbs: Annotated[
+        float | None, typer.Option("--link-gbs", min=0.001, help="Of --against: GB/s into one rank.")
+    ] = None,
+    gemm_tflops: Annotated[
+        float | None, typer.Option("--gemm-tflops", min=0.001, help="Of --against: TFLOP/s of one rank's experts.")
+    ] = None,
 ) -> None:
     """Show what MoonEP will do with a routing."""
     if json and html:
@@ -43,32 +59,70 @@ def plan(
     from moonep_validate.doors.report.plan_table import show_plan
     from moonep_validate.formats.stored import FORMATS
     from moonep_validate.judge.oracle.statistics import plan_stats
-    from moonep_validate.tools.plan_input import plan_json, read_routings
+    from moonep_validate.tools.plan_input import plan_json
 
     if case is None and input is None:
         raise CaseError("plan needs either --case or --input")
     one_of("--format", weight_format, tuple(FORMATS))
     whole = Case.parse(case) if case else None
-    size = FORMATS[weight_format].expert_bytes(
-        hidden or (whole.H if whole else 3584), intermediate or (whole.I if whole else 3072)
-    )
+    hidden, intermediate = hidden or (whole.H if whole else 3584), intermediate or (whole.I if whole else 3072)
+    size = FORMATS[weight_format].expert_bytes(hidden, intermediate)
+    if against:
+        if html:
+            raise CaseError("--against and --html: give one of them")
+        speeds = speeds_of(link_gbs, gemm_tflops, hidden, intermediate)
+        _against(_planned(whole, input), size, layers, redundant, speeds, json)
+        return
     drawn: list[Drawn] = []
-    with _opened(input) as source:
-        layout = Layout.of(whole) if whole else None
-        for number, one, remark in (
-            [_of_case(whole)] if source is None else read_routings(source, str(input), layout)
-        ):
-            stats, name = plan_stats(one, size), f"line {number}" if number else str(whole)
-            if html:
-                drawn.append(Drawn(name, one, stats))
-            elif json:
-                sys.stdout.write(plan_json(one, stats) + "\n")
-            else:
-                show_plan(console, one, stats, name)
-            if remark:
-                sys.stderr.write(f"moonep-validate: line {number}: {remark}\n")
+    for number, one in _planned(whole, input):
+        stats, name = plan_stats(one, size), f"line {number}" if number else str(whole)
+        if html:
+            drawn.append(Drawn(name, one, stats))
+        elif json:
+            sys.stdout.write(plan_json(one, stats) + "\n")
+        else:
+            show_plan(console, one, stats, name)
     if html:
         _write(html, drawn)
+
+
+def _planned(case: Case | None, path: Path | None) -> Iterator[tuple[int, ExpectedPlan]]:
+    """Number of the line, or 0, and plan of each routing; what is odd about a line is said beside them."""
+    from moonep_validate.tools.plan_input import read_routings
+
+    with _opened(path) as source:
+        layout = Layout.of(case) if case else None
+        for number, one, remark in (
+            [_of_case(case)] if source is None else read_routings(source, str(path), layout)
+        ):
+            yield number, one
+            if remark:
+                sys.stderr.write(f"moonep-validate: line {number}: {remark}\n")
+
+
+def _against(
+    plans: Iterable[tuple[int, ExpectedPlan]],
+    size: int,
+    layers: int,
+    redundant: int,
+    speeds: Speeds | None,
+    json: bool,
+) -> None:
+    """What balance is worth on all routings.
+
+    Raises:
+        CaseError: if they are not whole steps of one model.
+    """
+    from moonep_validate.tools.against import against
+
+    try:
+        found = against([plan for _, plan in plans], size, layers, redundant, speeds)
+    except ValueError as error:
+        raise CaseError(f"--against: {error}") from None
+    if json:
+        write_json(found)
+    else:
+        show_against(console, found)
 
 
 def _write(out: Path, drawn: list[Drawn]) -> None:
