@@ -147,11 +147,13 @@ class Parity:
         trace = self._lost_trace(case, ranks, silent, why)
         verdict = judge(trace)
         summary = Summary(len(self.cases), [*self.verdicts, verdict], ended=True)
+        left = len(self.cases) - len(summary.verdicts)
+        if left and self.folder:  # pytest has the list
+            summary.cut = f"the ranks were lost: {left} of {len(self.cases)} cases were not run"
         if self.folder:
             self.folder.note(trace, verdict)
             self.folder.write_report(summary, trace.subject)
         terminal.show_problem(console, verdict)
-        left = len(self.cases) - len(summary.verdicts)
         console.print(
             f"the ranks cannot go on, so {left} cases were not run; exit code {summary.exit_code}", highlight=False
         )

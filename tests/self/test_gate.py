@@ -13,7 +13,7 @@ from xml.etree import ElementTree as Xml
 import pytest
 
 from moonep_validate.cases.profiles import for_generations, profile
-from moonep_validate.doors.report.baseline import compare
+from moonep_validate.doors.report.baseline import compare, pruned
 from moonep_validate.doors.report.files import sealed
 from moonep_validate.doors.report.github import error_lines, summary
 from moonep_validate.doors.report.junit import junit
@@ -372,6 +372,72 @@ def test_the_level_of_each_stage_is_compared() -> None:
 def test_cases_that_a_cut_left_out_are_told_by_the_cut_alone() -> None:
     assert lines(outcome(told(), told("d")), outcome(told(), planned=2, unmet=("--fail-fast: 1 of 2",))) == {}
     assert lines(outcome(told(), told("d")), outcome(told()))["gone"] == ["r d: the case is gone; it was passed"]
+
+
+def test_an_event_that_is_seen_no_more_fails_the_gate() -> None:
+    base, now = outcome(told(events=["slot_used", "padding"])), outcome(told(events=["padding", "chain"]))
+    assert lines(base, now) == {"gone": ["run r: event @slot_used was seen, and is not seen now, in c"]}
+    assert compare(base, now).broken
+    assert lines(now, base)["gone"] == ["run r: event @chain was seen, and is not seen now, in c"]
+    # A case that fails says why by itself; a baseline from before knows no events.
+    assert set(lines(base, outcome(failed()))) == {"new"}
+    assert lines(outcome(told()), now) == {}
+
+
+def test_events_are_told_and_saved(passed: Path, cli: Cli, tmp_path: Path) -> None:
+    found = read_outcome(passed)
+    assert all(case.events for case in found.cases)
+    for case in found.cases:
+        assert set(re.findall(r"@(\w+)", case.case)) <= set(case.events)
+    (tmp_path / "base.json").write_bytes(pruned(found))
+    assert [case.events for case in read_outcome(tmp_path / "base.json").cases] == [c.events for c in found.cases]
+
+
+HOSTILE = (
+    "</td><script>alert(1)</script>\n::error file=a.py,line=1::mine\n  ::stop-commands::x\n##[error]old\x1b[31mred"
+)
+
+
+def test_what_a_subject_says_is_no_command_and_no_markup(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hostile_moonep.py").write_text(
+        "from moonep_validate.reference import moonep_b\n"
+        "from moonep_validate.reference.moonep_b import MoonEPCommPlan\n"
+        "class Buffer(moonep_b.Buffer):\n"
+        "    def combine(self, *args, **kwargs):\n"
+        f"        raise RuntimeError({HOSTILE!r})\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path))
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    out = tmp_path / "out"
+    module = ("--moonep-module", "hostile_moonep", "--fail-fast")
+    code, said, _ = cli("gate", *SMOKE, *module, "--out", str(out))
+    assert code == 1
+    # GitHub reads a command wherever a line begins with one, after any blanks.
+    token = re.search(r"^::stop-commands::(\w{32})$", said, re.M)
+    assert token
+    before, _, rest = said.partition(token[0])
+    shielded, _, after = rest.partition(f"\n::{token[1]}::\n")
+    assert "::error" not in before
+    assert "::error file=a.py,line=1::mine" in shielded
+    commands = [line for line in after.splitlines() if re.match(r"\s*(::|##\[)", line)]
+    assert len(commands) == 2
+    assert all(line.startswith("::error ") for line in commands)
+    assert any(
+        line.startswith("::error file=hostile_moonep.py,line=5,title=hostile_moonep%3A") for line in commands
+    )
+    assert "\x1b" not in shielded
+    page = (out / "report.html").read_text()
+    assert "alert(1)" in page
+    assert "<script" not in page
+    assert "<script" not in (tmp_path / "summary.md").read_text()
+    assert not re.search(r"^\s*::", (tmp_path / "summary.md").read_text(), re.M)
+    bad = Xml.parse(out / "junit.xml").getroot().find(".//failure")
+    assert bad is not None
+    assert "<script>alert(1)</script>" in str(bad.text)
 
 
 def test_an_unknown_or_an_error_is_never_tolerated() -> None:

@@ -79,6 +79,7 @@ def test_a_rank_that_never_returns_ends_the_job_with_an_autopsy(tmp_path: Path) 
     assert len(re.findall(f"autopsy: expected every rank goes on, got {says}", text)) == 1, text
     assert "the ranks cannot go on, so 1 cases were not run; exit code 13" in text
     assert (report["status"], report["exit_code"], report["planned"]) == ("hung", 13, 2)
+    assert report["unmet"] == ["the ranks were lost: 1 of 2 cases were not run"]
     case = report["cases"][0]
     assert re.match(says, case["autopsy"]["diagnosis"])
     assert "life.py" in case["autopsy"]["ranks"][1]["stack"]

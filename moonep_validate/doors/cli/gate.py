@@ -75,6 +75,7 @@ def gate(
     one_of("--profile", profile, (PRE_MERGE, *PROFILES))
     from moonep_validate.doors.report.baseline import pruned
     from moonep_validate.doors.report.gate_files import GateFolder
+    from moonep_validate.doors.report.github import unheard
     from moonep_validate.doors.report.outcome import read_outcome
 
     base = read_outcome(baseline) if baseline else None
@@ -87,16 +88,21 @@ def gate(
     times = {"start": time.monotonic() - begin}
     told: list[RunTold] = []
     cases: list[CaseTold] = []
-    for run in runs:
-        started = time.monotonic()
-        mine, its = _judged(run, out, keep, limits, (shrink_seconds, all_checks), told)
-        told, cases = [*told, mine], [*cases, *its]
-        times[run.name] = time.monotonic() - started
-    outcome, change = _outcome(told, cases, base, {name: round(value, 3) for name, value in times.items()})
+    with unheard(_line):
+        for run in runs:
+            started = time.monotonic()
+            mine, its = _judged(run, out, keep, limits, (shrink_seconds, all_checks), told)
+            told, cases = [*told, mine], [*cases, *its]
+            times[run.name] = time.monotonic() - started
+        outcome, change = _outcome(told, cases, base, {name: round(value, 3) for name, value in times.items()})
+        _say(outcome)
     folder.write(outcome, change, lines)
     if save_baseline and outcome.status != "incomplete":
         save_baseline.write_bytes(pruned(outcome))
-    _say(outcome, change, folder.path, time.monotonic() - begin)
+    _tell_github(outcome, change)
+    spent = ", ".join(f"{name} {value:.1f} s" for name, value in outcome.times.items())
+    _line(f"report: {folder.path}; times: {spent}")
+    _line(f"gate {outcome.word} in {time.monotonic() - begin:.1f} s, exit code {outcome.exit_code}")
     if folder.lost:
         note(folder.lost)
     raise typer.Exit(outcome.exit_code or (4 if folder.lost else 0))
@@ -226,25 +232,30 @@ def _code(outcome: Outcome, change: Change) -> int:
     return outcome.exit_code if any(codes) else int(change.broken)
 
 
-def _say(outcome: Outcome, change: Change, folder: Path, seconds: float) -> None:
-    """The last lines, and what GitHub takes."""
+def _line(text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _say(outcome: Outcome) -> None:
+    """What became of each run, and against the baseline."""
     from moonep_validate.doors.report.baseline import KINDS
-    from moonep_validate.doors.report.github import error_lines, summary
 
     for run in outcome.runs:
         line = f"run {run.name}: {run.status}, level {run.level}, {run.planned} cases, {run.seconds:.1f} s"
-        console.print("; ".join([line, *run.unmet]), markup=False, highlight=False, soft_wrap=True)
+        _line("; ".join([line, *run.unmet]))
     for kind, lines in outcome.baseline.items():
         for line in lines:
-            console.print(f"{KINDS[kind]}: {line}", markup=False, highlight=False, soft_wrap=True)
+            _line(f"{KINDS[kind]}: {line}")
+
+
+def _tell_github(outcome: Outcome, change: Change) -> None:
+    """The job summary and annotations, where GitHub takes them."""
+    from moonep_validate.doors.report.github import error_lines, summary
+
     if path := os.environ.get("GITHUB_STEP_SUMMARY"):
         with Path(path).open("a", encoding="utf-8") as file:
             file.write(summary(outcome))
     if os.environ.get("GITHUB_ACTIONS") == "true":
         workspace = os.environ.get("GITHUB_WORKSPACE")
         for line in error_lines(outcome, change.tolerated, Path(workspace) if workspace else None):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-    times = ", ".join(f"{name} {value:.1f} s" for name, value in outcome.times.items())
-    console.print(f"report: {folder}; times: {times}", markup=False, highlight=False, soft_wrap=True)
-    word = f"gate {outcome.word}"
-    console.print(f"[bold]{word}[/bold] in {seconds:.1f} s, exit code {outcome.exit_code}", highlight=False)
+            _line(line)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -178,18 +178,26 @@ def _missing(before: Cases, after: Cases, whole: set[str]) -> Lines:
 
 
 def _idle(before: Cases, after: Cases) -> Lines:
-    """Checks that compared something in a case, and compare nothing in it now, although it does not fail."""
+    """Checks that compared something, and events that were seen, in a case that does not fail now; but not now."""
     lost: dict[tuple[str, str], list[str]] = {}
     for key, new in after.items():
         old = before.get(key)
         if old is None or new.gates or new.status == "not_run":
             continue
-        for check in old.compared.keys() - new.compared.keys():
-            lost.setdefault((key[0], check), []).append(key[1])
-    for (run, check), cases in sorted(lost.items()):
+        checks = [
+            f"check {id} compared something, and compares nothing now" for id in _less(old.compared, new.compared)
+        ]
+        events = [f"event @{name} was seen, and is not seen now" for name in _less(old.events, new.events)]
+        for what in checks + events:
+            lost.setdefault((key[0], what), []).append(key[1])
+    for (run, what), cases in sorted(lost.items()):
         more = f" and {len(cases) - _SHOWN} more" if len(cases) > _SHOWN else ""
         shown = ", ".join(cases[:_SHOWN]) + more
-        yield "gone", f"run {run}: check {check} compared something, and compares nothing now, in {shown}"
+        yield "gone", f"run {run}: {what}, in {shown}"
+
+
+def _less(before: Iterable[str], after: Iterable[str]) -> list[str]:
+    return sorted(set(before) - set(after))
 
 
 def _moved(before: Cases, after: Cases) -> Lines:

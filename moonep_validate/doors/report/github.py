@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import secrets
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from moonep_validate.doors.report.outcome import CaseTold, Outcome, RunTold
@@ -34,6 +37,20 @@ def error_lines(outcome: Outcome, tolerated: frozenset[tuple[str, str]], workspa
         for case in seen.values()
     ]
     return lines[:_MOST]
+
+
+@contextmanager
+def unheard(say: Callable[[str], None]) -> Iterator[None]:
+    """On GitHub no printed line is a command meanwhile: messages of what is judged may look like one."""
+    if os.environ.get("GITHUB_ACTIONS") != "true":
+        yield
+        return
+    token = secrets.token_hex(16)  # who does not know it cannot end this
+    say(f"::stop-commands::{token}")
+    try:
+        yield
+    finally:
+        say(f"::{token}::")
 
 
 def usage(message: str) -> str:

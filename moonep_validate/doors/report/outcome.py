@@ -59,6 +59,7 @@ class CaseTold:
         compared: check -> elements that it compared, of those that gate.
         stages: stage -> worst status of the checks that gate there.
         idle: checks that ran and compared nothing.
+        events: known events that occurred.
         reason: why it was not run.
         more: vacuous reasons, errors of the suite, and lines of an autopsy.
         measures, balance: see judge/measures.py.
@@ -74,6 +75,7 @@ class CaseTold:
     command: str = ""
     compared: dict[str, int] = field(default_factory=dict)
     stages: dict[str, str] = field(default_factory=dict)
+    events: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     reason: str = ""
     more: list[str] = field(default_factory=list)
@@ -222,6 +224,7 @@ def case_told(run: str, data: Mapping[str, Any]) -> CaseTold:
         command=data["command"],
         compared=compared,
         stages={stage: worst(stages[stage]) for stage in PLACE if stage in stages},
+        events=[name for name, count in data.get("witnesses", {}).items() if count],
         problems=_problems(data, results),
         reason=skipped if data["status"] == "not_run" else "",
         more=_more(data),

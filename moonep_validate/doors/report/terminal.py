@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -17,6 +18,8 @@ from moonep_validate.trace.trace import Part, Trace
 
 _STYLE = {"passed": "green", "failed": "bold red", "hung": "bold red", "error": "bold red"}
 _LARGE = 32
+#: Characters that a terminal obeys; messages come from the code that is judged.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 #: Cases of a run, or idle checks, that are few: such a run has a short table, and so few are named.
 _FEW = 8
 
@@ -62,7 +65,10 @@ def show_evidence(console: Console, trace: Trace) -> None:
 def show_problem(console: Console, verdict: Verdict) -> None:
     """A verdict that is not a pass, as it comes."""
     console.print(
-        escape(verdict.diagnosis), style="red" if verdict.first else "yellow", highlight=False, soft_wrap=True
+        escape(_CONTROL.sub("?", verdict.diagnosis)),
+        style="red" if verdict.first else "yellow",
+        highlight=False,
+        soft_wrap=True,
     )
 
 
