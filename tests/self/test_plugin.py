@@ -115,6 +115,16 @@ def test_a_session_that_judged_too_little_is_an_error(
     result.stdout.fnmatch_lines([says])
 
 
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [([*RUNS, "--moonep-require-cases", "2"], 1), (SKIPPED, 5), ([*RUNS, "--moonep-fault", "rank-raises"], 1)],
+)
+def test_a_conftest_cannot_make_it_a_pass(consumer: pytest.Pytester, options: list[str], code: int) -> None:
+    consumer.makeconftest("def pytest_sessionfinish(session):\n    session.exitstatus = 0\n")
+    assert consumer.runpytest_inprocess(*options, "--moonep-state", "state.json").ret == code
+    assert json.loads((consumer.path / "state.json").read_text())["exit_code"] == code
+
+
 def test_other_sessions_keep_their_exit_code(consumer: pytest.Pytester) -> None:
     assert consumer.runpytest_inprocess(*RUNS, "--moonep-require-cases", "1").ret == 0
     assert consumer.runpytest_inprocess(*SKIPPED, "--collect-only").ret == 0
