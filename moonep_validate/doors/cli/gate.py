@@ -99,10 +99,7 @@ def gate(
     folder.write(outcome, change, lines)
     if save_baseline and outcome.status != "incomplete":
         save_baseline.write_bytes(pruned(outcome))
-    _tell_github(outcome, change)
-    spent = ", ".join(f"{name} {value:.1f} s" for name, value in outcome.times.items())
-    _line(f"report: {folder.path}; times: {spent}")
-    _line(f"gate {outcome.word} in {time.monotonic() - begin:.1f} s, exit code {outcome.exit_code}")
+    _end(outcome, change, folder.path, time.monotonic() - begin)
     if folder.lost:
         note(folder.lost)
     raise typer.Exit(outcome.exit_code or (4 if folder.lost else 0))
@@ -132,12 +129,15 @@ def _blocked(folder: GateFolder, options: Options, lines: list[Line], blockers: 
         Exit: always, with code 1.
     """
     from moonep_validate.doors.report.baseline import Change
+    from moonep_validate.doors.report.github import unheard
     from moonep_validate.doors.report.outcome import RunTold
 
     name = _name(options)
     outcome, _ = _outcome([RunTold(name, name, "not_run", 1, 0, blockers)], [], None, {})
     folder.write(outcome, Change(), lines)
-    _say(outcome, Change(), folder.path, 0.0)
+    with unheard(_line):
+        _say(outcome)
+    _end(outcome, Change(), folder.path, 0.0)
     raise typer.Exit(1)
 
 
@@ -248,8 +248,8 @@ def _say(outcome: Outcome) -> None:
             _line(f"{KINDS[kind]}: {line}")
 
 
-def _tell_github(outcome: Outcome, change: Change) -> None:
-    """The job summary and annotations, where GitHub takes them."""
+def _end(outcome: Outcome, change: Change, folder: Path, seconds: float) -> None:
+    """The job summary and annotations, where GitHub takes them, and the last lines."""
     from moonep_validate.doors.report.github import error_lines, summary
 
     if path := os.environ.get("GITHUB_STEP_SUMMARY"):
@@ -259,3 +259,6 @@ def _tell_github(outcome: Outcome, change: Change) -> None:
         workspace = os.environ.get("GITHUB_WORKSPACE")
         for line in error_lines(outcome, change.tolerated, Path(workspace) if workspace else None):
             _line(line)
+    spent = ", ".join(f"{name} {value:.1f} s" for name, value in outcome.times.items())
+    _line(f"report: {folder}; times: {spent}")
+    _line(f"gate {outcome.word} in {seconds:.1f} s, exit code {outcome.exit_code}")
