@@ -213,13 +213,13 @@ def _raised(variant: Variant, load: Load, made: Told) -> Told:
 
 def _left_out(variant: Variant, load: Load, made: Told) -> Told:
     """A tensor is missing: a loader that says how many it took lets its model see that."""
+    if load.taken is None:
+        said = "a tensor is missing, and this loader counts none: its model has to"
+        return replace(made, status="not_run", lines=(said,))
     whole = len(checkpoint(replace(variant, word="tp0of1")))
-    if load.taken is not None and load.taken < whole:
+    if load.taken < whole:
         return made
-    said = "nothing" if load.taken is None else f"{load.taken} tensors"
-    line = (
-        f"a tensor is missing: expected an exception, or fewer than {whole} tensors taken; the loader says {said}"
-    )
+    line = f"a tensor is missing: expected an exception, or fewer than {whole} tensors taken; it says {load.taken}"
     return replace(made, status="failed", lines=(line,))
 
 

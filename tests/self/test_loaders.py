@@ -70,7 +70,7 @@ CARELESS = {
     "LastExpertLeft": ("plain+[te]p?of2", {f"plain+{p}{r}of2" for p in ("tp", "ep") for r in (0, 1)}, "local expert 5 (expert 5)"),
     "ByValue": ("packed+scale:*", {f"packed+scale:{word}" for word in ("float8_e8m0fnu", "float32", "1.5")}, "scale bytes are not those of their codes"),
     "ShortTaken": ("*+short", {f"{path}+short" for path in FORMATS}, "half of the rows of a tensor are missing: expected an exception"),
-    "CountsBlindly": ("*+missing", {f"{path}+missing" for path in FORMATS}, "a tensor is missing: expected an exception, or fewer than 18 tensors taken; the loader says nothing"),
+    "CountsBlindly": ("*+missing", {f"{path}+missing" for path in FORMATS}, "a tensor is missing: expected an exception, or fewer than 18 tensors taken; it says 18"),
     "BlockCutInside": ("packed+tp1of4", {"packed+tp1of4"}, "192 columns over 4 ranks are 48 each, and a scale is of 32: w2 and w2_scale are not"),
     "Typo": ("plain+tp0of1", {"plain+tp0of1"}, "it raised at load: AttributeError"),
 }  # fmt: skip
@@ -106,6 +106,8 @@ def test_what_does_not_come_to_an_answer_is_not_run() -> None:
     assert report.not_run == (
         "fake_loader:NotInstalled cannot run here: ImportError: libengine.so: cannot open shared object file"
     )
+    silent = judged("CountsNothing", "plain+missing")
+    assert (silent.exit_code, silent.told[0].status) == (5, "not_run")
     crashed = inspect("fake_loader:Crashes", None, "plain+tp0of1")
     assert crashed.exit_code == 5
     assert "its process ended with code 7" in crashed.not_run
