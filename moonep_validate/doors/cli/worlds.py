@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moonep_validate.cases.case import Case, CaseError
+from moonep_validate.doors.cli.bench_ep import bench_ep
 from moonep_validate.doors.cli.options import console, job_of, one_of, takes
 from moonep_validate.pipeline.options import Options
 from moonep_validate.worlds.place import place, tie
@@ -82,14 +83,23 @@ def races(
 
 
 def bench(
-    what: Annotated[str, typer.Argument(help="core, worlds or k3")] = "core",
+    what: Annotated[str, typer.Argument(help="core, worlds, k3 or ep")] = "core",
     device: Annotated[str, typer.Option(help="Of k3: cpu or cuda.")] = "cuda",
     naive: Annotated[Path | None, typer.Option(help="Naive loop planner to compare with.")] = Path(
         "tests/self/naive_plan.py"
     ),
+    case: Annotated[str | None, typer.Option("--case", help="Of ep: sizes; tokens and routing are swept.")] = None,
+    max_vio: Annotated[str, typer.Option(help="Of ep: values of MaxVio, with commas.")] = "0,1,3",
+    tokens: Annotated[str, typer.Option(help="Of ep: tokens of a rank, with commas.")] = "16,256",
+    repeats: Annotated[int, typer.Option(min=2, help="Of ep: passes of each way.")] = 9,
+    thresholds: Annotated[
+        Path | None, typer.Option(help="Of ep: TOML file of ratios agreed beforehand; exit code 1 beyond them.")
+    ] = None,
 ) -> None:
     """Print speed ratios measured in one run."""
-    one_of("bench", what, ("core", "worlds", "k3"))
+    one_of("bench", what, ("core", "worlds", "k3", "ep"))
+    if what == "ep":
+        raise typer.Exit(bench_ep(console, max_vio, tokens, repeats, thresholds, case))
     from moonep_validate.studies import bench as benchmarks
 
     if what == "worlds":
