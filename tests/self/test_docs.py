@@ -152,3 +152,8 @@ def test_readme_names_the_tox_environments() -> None:
     gate = (ROOT / ".ci" / "run").read_text()
     assert "tox run -e tests" in gate
     assert "tox run -e validate" in gate
+
+
+def test_the_site_has_every_document() -> None:
+    nav = re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert sorted(nav) == sorted(path.name for path in DOCS.glob("*.md")), "mkdocs.yml: one line of nav a document"
