@@ -123,3 +123,19 @@ def test_the_command_prints_ratios_and_ends_with_1_beyond_a_threshold(
     assert (code, "agreed are 1" in out) == (1, True)
     assert cli("bench", "ep", "--thresholds", str(tmp_path / "none.toml"))[0] == 4
     assert cli("bench", "ep", "--max-vio", "much")[0] == 4
+
+
+def test_nothing_is_timed_where_a_way_gives_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moonep_validate.studies import bench_ep
+
+    class OneWrong:
+        def __init__(self, *_: object) -> None:
+            self.ways = {name: (lambda name=name: torch.full((2, 2), float(name == "dense"))) for name in WAYS}
+            self.stages = dict.fromkeys(STAGES, lambda: torch.zeros(1))
+
+        def destroy(self) -> None: ...
+
+    monkeypatch.setattr(bench_ep, "Layer", OneWrong)
+    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
+    with pytest.raises(ValueError, match="dense differs from moonep in 4 of 4 elements"):
+        bench_ep._measured(Case.parse(bench_ep.BASE), None, 2)  # type: ignore[arg-type]

@@ -272,3 +272,22 @@ def test_a_gate_ends_before_anything_runs_where_a_demanded_package_is_not_there(
     assert report["cases"] == []
     assert report["environment"]["doctor"]["package sglang"] == "missing: not installed"
     assert not (tmp_path / "reference").exists()
+
+
+@pytest.mark.parametrize(
+    ("needs", "unmet"),
+    [
+        ("torch==2.9.0+cpu", []),
+        ("torch==2.9.0", []),
+        ("torch>=2.8; extra == 'gpu'", []),
+        ("numpy==1.0", []),
+        ("torch==2.8.0", ["an-engine needs torch==2.8.0, here is 2.9.0+cpu"]),
+    ],
+)
+def test_an_engine_built_for_another_torch_is_told(
+    monkeypatch: pytest.MonkeyPatch, needs: str, unmet: list[str]
+) -> None:
+    monkeypatch.setattr(readings, "_distributions", lambda package: ["an-engine"])
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.9.0+cpu")
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: [needs])
+    assert readings._unmet("vllm") == unmet

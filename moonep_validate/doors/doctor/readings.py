@@ -197,7 +197,7 @@ def _unmet(engine: str) -> list[str]:
     """What an engine's distribution requires of torch, for which its libraries are built, and is not so here."""
     found = []
     with suppress(Exception):
-        version = metadata.version("torch").partition("+")[0]
+        version = metadata.version("torch")
         for name in _distributions(engine):
             for text in metadata.requires(name) or ():
                 with suppress(InvalidRequirement):
