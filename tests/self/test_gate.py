@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -507,3 +508,45 @@ def test_a_report_has_one_case_a_line_and_reads_back(passed: Path) -> None:
         lines = text.decode().splitlines()
         assert (len(lines), lines[-2], lines[-1].startswith('"digest": ')) == (4 + 3, "],", True)
         assert len(json.loads(text)["cases"]) == 4
+
+
+def assert_junit(data: bytes) -> Xml.Element:
+    """What Jenkins' and pytest's JUnit schema ask for: elements, attributes, their types, and counts that add up."""
+    root = Xml.fromstring(data)
+    assert root.tag == "testsuites"
+    for suite in root:
+        assert suite.tag == "testsuite"
+        assert suite.attrib["name"]
+        assert float(suite.attrib["time"]) >= 0
+        tests = list(suite)
+        assert int(suite.attrib["tests"]) == len(tests)
+        for kind, counted in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
+            assert int(suite.attrib[counted]) == sum(one.find(kind) is not None for one in tests)
+        for test in tests:
+            assert (test.tag, set(test.attrib)) == ("testcase", {"classname", "name", "time"})
+            assert float(test.attrib["time"]) >= 0
+            assert len(test) <= 1
+            for told in test:
+                assert told.tag in ("failure", "error", "skipped")
+                assert set(told.attrib) == {"type", "message"}
+        assert len({(one.attrib["classname"], one.attrib["name"]) for one in tests}) == len(tests)
+    return root
+
+
+def test_junit_of_ten_thousand_cases_and_of_any_text_keeps_to_the_schema() -> None:
+    kinds = ("passed", "failed", "hung", "error", "waived", "not_run", "vacuous", "unknown", "not_exercised")
+    evil = f"{HOSTILE}\x00\ud800]]>&<failure/>"
+    cases = [
+        told(f"genB+R4+table:{'7,' * 400}{at}", kinds[at % 9], more=[evil], reason=evil, command=evil)
+        for at in range(10_000)
+    ]
+    whole = replace(outcome(*cases, unmet=(evil,)), baseline={"gone": [evil]})
+    begin = time.process_time()
+    data = junit(whole, frozenset({cases[1].key}))
+    root = assert_junit(data)
+    assert time.process_time() - begin < 20
+    assert [(suite.get("name"), suite.get("tests")) for suite in root] == [("r", "10001"), ("baseline", "1")]
+    assert [root[0].get(name) for name in ("failures", "errors", "skipped")] == ["5555", "1111", "2223"]
+    assert root[0][9999].get("name") == cases[9999].case, "a long name is whole"
+    assert "\x1b" not in data.decode()
+    assert "<script>alert(1)</script>" in str(root[0][3][0].text)
