@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +50,7 @@ def _openai_said(answer: Any, asked: Sequence[int]) -> Said:
         raise NoLogprobs("the answer has no log probabilities; start the server so that it gives them")
     tokens = one.get("token_ids") or [_id(token) for token in _get(values, "tokens", list)]
     tops = [{_id(token): _number(value) for token, value in (place or {}).items()} for place in _tops(values)]
-    logprobs = [_number(value) for value in _get(values, "token_logprobs", list)]
+    logprobs = [_or_none(value) for value in _get(values, "token_logprobs", list)]
     prompt = _prompt(one.get("prompt_logprobs", answer.get("prompt_logprobs")), asked)
     return Said(_ids(tokens), logprobs, _with_own(tops, tokens, logprobs), prompt, str(one.get("finish_reason")))
 
@@ -64,13 +63,15 @@ def _tops(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _with_own(
-    tops: list[dict[int, float]], tokens: Sequence[int], logprobs: Sequence[float]
+    tops: list[dict[int, float]], tokens: Sequence[int], logprobs: Sequence[float | None]
 ) -> list[dict[int, float]]:
-    return (
-        [{**place, token: value} for place, token, value in zip(tops, tokens, logprobs, strict=True)]
-        if tops
-        else []
-    )
+    """A token that ties with the last one listed is listed too; one that is missing is left to the verdict."""
+    if tops and len(tops) != len(tokens):
+        raise SchemaError(f"alternatives are given at {len(tops)} places, and {len(tokens)} tokens came")
+    return [
+        {**place, token: value} if value is not None and value == min(place.values(), default=value) else place
+        for place, token, value in zip(tops, tokens, logprobs, strict=False)
+    ]
 
 
 def _prompt(given: Any, asked: Sequence[int]) -> list[float | None]:
@@ -82,9 +83,7 @@ def _prompt(given: Any, asked: Sequence[int]) -> list[float | None]:
     found: list[float | None] = []
     for place, token in zip(given, asked, strict=True):
         entry = place.get(str(token)) if isinstance(place, dict) else None
-        found.append(
-            None if entry is None else _number(entry.get("logprob") if isinstance(entry, dict) else entry)
-        )
+        found.append(_or_none(entry.get("logprob") if isinstance(entry, dict) else entry))
     return found
 
 
@@ -109,14 +108,12 @@ def _sglang_said(answer: Any, asked: Sequence[int]) -> Said:
     values = meta.get("output_token_logprobs")
     if not values:
         raise NoLogprobs("the answer has no log probabilities (meta_info.output_token_logprobs)")
-    logprobs, tokens = [_number(one[0]) for one in _triples(values)], _ids([one[1] for one in _triples(values)])
+    logprobs, tokens = [_or_none(one[0]) for one in _triples(values)], _ids([one[1] for one in _triples(values)])
     tops = [
         {_id(t[1]): _number(t[0]) for t in _triples(place or [])}
         for place in meta.get("output_top_logprobs") or []
     ]
-    prompt: list[float | None] = [
-        None if one[0] is None else _number(one[0]) for one in _triples(meta.get("input_token_logprobs") or [])
-    ]
+    prompt = [_or_none(one[0]) for one in _triples(meta.get("input_token_logprobs") or [])]
     if prompt and [one[1] for one in meta["input_token_logprobs"]] != list(asked):
         raise SchemaError(f"the server read other prompt tokens than the {len(asked)} ids that were asked")
     reason = meta.get("finish_reason")
@@ -159,10 +156,13 @@ def _ids(tokens: Any) -> list[int]:
     return [_id(token) for token in tokens]
 
 
+def _or_none(value: Any) -> float | None:
+    """Null stays a log probability that is missing."""
+    return None if value is None else _number(value)
+
+
 def _number(value: Any) -> float:
-    """A number; null in an answer is none, and NaN stays, for the verdict to name."""
-    if value is None:
-        return math.nan
+    """A number; NaN stays, for the verdict to name."""
     if type(value) not in (int, float) or abs(value) > 1e300:
         raise SchemaError(f"log probability {shown(value)} is no number")
     return float(value)

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from moonep_validate.judge.verdict import EXIT_CODES, Finding, worst
 from moonep_validate.served.answers import GREEDY, Answer, Answers
 from moonep_validate.served.drift import Drift, Split, Summary, summary
@@ -22,6 +20,7 @@ from moonep_validate.served.noise import (
     measure,
     test,
 )
+from moonep_validate.served.sound import unsound
 
 #: Check -> what it promises.
 PROMISES = {
@@ -170,8 +169,8 @@ def _answered(base: Answers, candidate: Answers) -> PairResult:
     mine, other = base.run(GREEDY), candidate.run(GREEDY)
     shared = [(mine[name], other[name]) for name in mine if name in other]
     findings = [
-        *_unusable("base", mine),
-        *_unusable("candidate", other),
+        *unsound("base", base),
+        *unsound("candidate", candidate),
         *(_unanswered(name, "candidate") for name in mine if name not in other),
         *(_unanswered(name, "base") for name in other if name not in mine),
         *_other_vocabulary(base, candidate),
@@ -180,18 +179,6 @@ def _answered(base: Answers, candidate: Answers) -> PairResult:
     status = "failed" if findings else "passed" if shared else "vacuous"
     reason = "" if shared else "no prompt has an answer of both sides"
     return PairResult("answered", status, len(shared), tuple(findings), reason)
-
-
-def _unusable(side: str, answers: Mapping[str, Answer]) -> Iterator[Finding]:
-    """What is no answer, or has no numbers."""
-    for name, one in answers.items():
-        numbers = f"log probabilities of the {side} for prompt {name}"
-        if one.error:
-            yield Finding(f"answer of the {side} to prompt {name}", {}, "an answer", one.error)
-        if one.bad:
-            yield Finding(numbers, {}, "finite numbers", "NaN or infinite", one.bad)
-        if not one.error and len(one.tokens) and np.isnan(one.logprobs).all():
-            yield Finding(numbers, {}, "one for each token", "none")
 
 
 def _unanswered(name: str, side: str) -> Finding:

@@ -82,7 +82,7 @@ class Handler(BaseHTTPRequestHandler):
         elif self.fault == "hostile":
             self.reply(b"[" * 200_000)
         else:
-            self.reply(completion(asked, self.fault) if "prompt" in asked else generation(asked))
+            self.reply(completion(asked, self.fault) if "prompt" in asked else generation(asked, self.fault))
 
 
 def continued(asked: list[int], count: int) -> list[int]:
@@ -92,13 +92,20 @@ def continued(asked: list[int], count: int) -> list[int]:
     return whole
 
 
+def spoiled(values: list[Any], fault: str) -> list[Any]:
+    """Log probabilities with one that is none, at the last place."""
+    last = {"nan": float("nan"), "hole": None, "above": 0.25}
+    return [*values[:-1], last[fault]] if fault in last else values
+
+
 def completion(asked: dict[str, Any], fault: str = "") -> dict[str, Any]:
     start = len(asked["prompt"])
     whole = continued(asked["prompt"], asked["max_tokens"])
-    values = [logprob(whole[: i + 1]) for i in range(len(whole))]
+    values: list[Any] = [logprob(whole[: i + 1]) for i in range(len(whole))]
+    if fault == "beyond":
+        whole[-1] = VOCAB
     names = [f"token_id:{one}" for one in whole[start:]]
-    if fault == "nan":
-        values[-1] = float("nan")
+    values = spoiled(values, fault)
     if fault == "drift":
         values = [value + 0.01 * (i % 3) for i, value in enumerate(values)]
     if fault == "texts":
@@ -107,7 +114,8 @@ def completion(asked: dict[str, Any], fault: str = "") -> dict[str, Any]:
         "tokens": names,
         "token_logprobs": values[start:],
         "top_logprobs": [
-            {name: value, "token_id:3": -9.0} for name, value in zip(names, values[start:], strict=True)
+            {"token_id:4" if fault == "misses" else name: value or -1.0, "token_id:3": -9.0}
+            for name, value in zip(names, values[start:], strict=True)
         ],
     }
     prompt = [None] + [{str(whole[i]): {"logprob": values[i]}} for i in range(1, start)]
@@ -116,14 +124,18 @@ def completion(asked: dict[str, Any], fault: str = "") -> dict[str, Any]:
     return {"choices": [{**one, "prompt_logprobs": prompt, "prompt_token_ids": read}]}
 
 
-def generation(asked: dict[str, Any]) -> dict[str, Any]:
+def generation(asked: dict[str, Any], fault: str = "") -> dict[str, Any]:
     start = len(asked["input_ids"])
     whole = continued(asked["input_ids"], asked["sampling_params"]["max_new_tokens"])
-    entries = [[logprob(whole[: i + 1]), whole[i], None] for i in range(len(whole))]
+    values = spoiled([logprob(whole[: i + 1]) for i in range(len(whole))], fault)
+    if fault == "beyond":
+        whole[-1] = VOCAB
+    entries = [[value, one, None] for value, one in zip(values, whole, strict=True)]
+    listed = [[value or -1.0, 4 if fault == "misses" else one, None] for value, one, _ in entries]
     meta = {
         "finish_reason": {"type": "length"},
         "output_token_logprobs": entries[start:],
-        "output_top_logprobs": [[one, [-9.0, 3, None]] for one in entries[start:]],
+        "output_top_logprobs": [[one, [-9.0, 3, None]] for one in listed[start:]],
         "input_token_logprobs": [[None, whole[0], None], *entries[1:start]],
     }
     return {"text": "", "meta_info": meta}

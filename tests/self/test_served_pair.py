@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moonep_validate.served.answers import Answers, PathTaken, Who, read, write
+from moonep_validate.served.answers import Answer, Answers, PathTaken, Who, read, write
 from moonep_validate.served.pair import PairVerdict, judge_pair
 from tests.self.served_data import BASE, EXACT, answer, noisy, side
 
@@ -150,15 +150,45 @@ def test_a_single_jump_is_a_defect_in_float32_only() -> None:
         (answer("a", error="connection refused"), "connection refused"),
         (answer("a", logprobs=[float("nan"), -2.0]), "NaN or infinite"),
         (answer("a", logprobs=[None, None]), "one for each token"),
+        (answer("a", logprobs=[-1.0, None]), "1 of 2 missing"),
+        (answer("a", prompt_logprobs=[None, None, -4.0]), "one for each token but the first"),
+        (answer("a", logprobs=[0.5, -2.0]), "at most 0, as logarithms of probabilities are"),
+        (answer("a", prompt_logprobs=[None, 0.5, -4.0]), "at most 0, as logarithms of probabilities are"),
+        (answer("a", top=[{5: -1.0, 8: -3.0}, {7: -0.5, 8: -1.0}]), "6 is not listed"),
+        (answer("a", top=[{5: -1.0, 8: -3.0}, {6: -0.5, 8: -1.0}]), "6 is not listed, or with another"),
+        (answer("a", [5, 64]), "ids below the vocabulary's size of 64"),
+        (answer("a", asked=[9, 10, 64]), "ids below the vocabulary's size of 64"),
+        (answer("a", top=[{5: -1.0, 64: -3.0}, {6: -2.0}]), "ids below the vocabulary's size of 64"),
         (answer("a", asked=[9, 10, 12]), "the same 3 token ids"),
         (answer("a", [5], [-1.0]), "2 tokens (length)"),
         (answer("b"), "none of the candidate"),
     ],
 )
 def test_what_is_no_answer_is_a_finding(other: object, said: str) -> None:
-    verdict = judge_pair(side(BASE, [answer("a")], "base"), side(BASE, [other], "other"))  # type: ignore[list-item]
+    who = replace(BASE, vocab=64)
+    verdict = judge_pair(side(who, [answer("a")], "base"), side(who, [other], "other"))  # type: ignore[list-item]
     assert status(verdict, "answered") in ("failed", "vacuous")
     assert said in str(verdict.to_json())
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        answer("a", top=[{5: -1.0, 8: -3.0}, {7: -2.0, 8: -2.0}]),  # a tie with the last one that is listed
+        answer("a", logprobs=[1e-6, -2.0]),  # a certain token, rounded
+        answer("a", prompt_logprobs=()),  # a server that gives none
+    ],
+)
+def test_what_rounding_and_ties_do_is_an_answer(good: Answer) -> None:
+    verdict = judge_pair(side(BASE, [answer("a")], "base"), side(BASE, [good], "other"))
+    assert status(verdict, "answered") == "passed"
+
+
+def test_the_order_of_answers_does_not_matter() -> None:
+    base, other = noisy(EXACT, "base", 9, 0.0, 1), noisy(EXACT, "other", 9, 1e-6, 2)
+    turned = side(EXACT, list(other.run("greedy").values())[::-1], "turned")
+    assert judge_pair(base, turned).to_json()["drift"] == judge_pair(base, other).to_json()["drift"]
+    assert judge_pair(base, turned).status == "passed"
 
 
 def saved(folder: Path, name: str, answers: Answers) -> str:

@@ -153,6 +153,15 @@ def test_known_answers_are_not_asked_again(tmp_path: Path) -> None:
         answers_of(other, questions, save=save)
 
 
+SPOILED = {
+    "nan": "NaN or infinite",
+    "hole": "missing",
+    "above": "at most 0, as logarithms of probabilities are",
+    "misses": "is not listed, or with another log probability",
+    "beyond": f"ids below the vocabulary's size of {VOCAB}",
+}
+
+
 @pytest.mark.parametrize(
     ("fault", "more", "said"),
     [
@@ -161,7 +170,11 @@ def test_known_answers_are_not_asked_again(tmp_path: Path) -> None:
         ("hostile", "", "nested too deep"),
         ("other-tokenizer", "", "the server read other prompt tokens"),
         ("texts", "", "no id; the server must return token ids"),
-        ("nan", "", "NaN or infinite"),
+        *(
+            (fault, f'dialect = "{dialect}"', said)
+            for dialect in sorted(DIALECTS)
+            for fault, said in SPOILED.items()
+        ),
     ],
 )
 def test_bad_answers_are_findings(cli: Cli, tmp_path: Path, fault: str, more: str, said: str) -> None:
