@@ -133,7 +133,12 @@ def judge_pair(
     drifts = drifts_of(base, candidate)
     seen = drifts_of(reference, candidate) if reference is not None and noise.kind == "reference" else drifts
     exact = base.who.dtype == candidate.who.dtype == "float32"
-    tested = test({name: one.size for name, one in seen.items()}, noise.sizes, exact) if noise.sizes else None
+    once = _first_of_each(base)
+    sizes, quiet = (
+        {name: size for name, size in found.items() if name in once}
+        for found in ({name: one.size for name, one in seen.items()}, noise.sizes)
+    )
+    tested = test(sizes, quiet, exact) if noise.sizes else None
     prompts = tuple(_prompt(one, drifts.get(name), noise) for name, one in base.run(GREEDY).items())
     results = (
         _answered(base, candidate),
@@ -144,6 +149,14 @@ def judge_pair(
         _drift(drifts, noise, tested),
     )
     return PairVerdict(_named(base), _named(candidate), results, prompts, noise, tested, summary(drifts))
+
+
+def _first_of_each(base: Answers) -> set[str]:
+    """Names of prompts, one for each sequence of ids: the same question twice is no second sample."""
+    first: dict[bytes, str] = {}
+    for name, one in base.run(GREEDY).items():
+        first.setdefault(one.asked.tobytes(), name)
+    return set(first.values())
 
 
 def _named(side: Answers) -> str:

@@ -191,6 +191,20 @@ def test_the_order_of_answers_does_not_matter() -> None:
     assert judge_pair(base, turned).status == "passed"
 
 
+def test_a_question_that_is_asked_twice_counts_once() -> None:
+    """Four prompts under nine names are four samples: fewer than the test of drift needs."""
+    third = noisy(EXACT, "third", 9, 0.0, 0)
+    base, other = noisy(BASE, "base", 9, 0.01, 1), noisy(BASE, "other", 9, 0.01, 2)
+    assert judge_pair(base, other, reference=third).status == "passed"
+    for one in (third, base, other):
+        run = one.runs["greedy"]
+        run.update({name: replace(run[name], asked=run["p0"].asked) for name in ("p4", "p5", "p6", "p7", "p8")})
+    verdict = judge_pair(base, other, reference=third)
+    assert verdict.status == "unknown"
+    assert verdict.test is not None
+    assert verdict.test.prompts == 4
+
+
 def saved(folder: Path, name: str, answers: Answers) -> str:
     path = folder / f"{name}.jsonl"
     write(answers, path)
