@@ -188,7 +188,8 @@ def slot_read_elsewhere(trace: Trace) -> None:
     """An engine's experts, which say nothing of slots at dispatch, read other ones than were filled."""
     for rank in range(trace.case.R):
         del call(trace, "dispatch", rank).info["slots"]
-    tensor(trace, "experts", "weight_gate")[trace.case.E // trace.case.R, 3, 4] += 1
+    first = trace.case.E if trace.case.generation == "A" else trace.case.E // trace.case.R
+    tensor(trace, "experts", "weight_gate")[first, 3, 4] += 1
 
 
 def unused_slot_written(trace: Trace) -> None:

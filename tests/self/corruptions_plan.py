@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import torch
 
+from moonep_validate.cases.case import Case
 from moonep_validate.trace.trace import Trace
 from tests.self.corruptions import (
     CASE_A,
+    K3,
+    SIZES,
     Change,
     Corruption,
     call,
     layer_has_fewer_tokens,
     put,
+    slot_read_elsewhere,
     tensor,
 )
 
@@ -38,7 +42,53 @@ def last_pad_is_not_zero(trace: Trace) -> None:
     tensor(trace, "dispatch", "hidden")[6, 3] = 1
 
 
+def last_choice_is_the_one_before(trace: Trace) -> None:
+    ids = tensor(trace, "router", "ids")
+    ids[2, -1] = ids[2, -2].clone()
+
+
+#: Expert 0 is the one whose rows move, and so lies in a slot of every other rank.
+_FIRST = f"genB+{SIZES}+hot:0"
+
 PLAN = [
+    Corruption(
+        "Q1", "router", "chosen expert, once a token at rank 1, token 2", last_choice_is_the_one_before, K3
+    ),
+    Corruption(
+        "R1",
+        "reduce",
+        "up gradient bits at rank 0, expert of rank 0, weight row 2",
+        put("reduce", "after_local_up", (0, 2, 3), 2.0**31, 0, "reduce"),
+        Case.parse(f"{_FIRST}+grads"),
+    ),
+    Corruption(
+        "R2",
+        "reduce",
+        "gate slot gradient bits at rank 1, slot 0, weight row 2",
+        put("reduce", "after_slot_gate", (0, 2, 3), 2.0**31, 1, "reduce"),
+        Case.parse(f"{_FIRST}+grads"),
+    ),
+    Corruption(
+        "V1",
+        "prefetch",
+        "prefetch.slot_gate of step 'repeat' against 'base'",
+        put("prefetch", "slot_gate", (0, 2, 3), 1, 1, "repeat"),
+        Case.parse(f"{_FIRST}+variants"),
+    ),
+    Corruption(
+        "W7",
+        "prefetch",
+        "that the experts read bits at rank 1, slot 0, expert 0",
+        slot_read_elsewhere,
+        Case.parse(_FIRST),
+    ),
+    Corruption(
+        "W7",
+        "prefetch",
+        "that the experts read bits at rank 1, slot 0, expert 0",
+        slot_read_elsewhere,
+        Case.parse(_FIRST).but(generation="A"),
+    ),
     Corruption("I1", "prepare", "padding hidden at rank 1, token 6, column 3", last_pad_is_not_zero),
     Corruption("L6", "plan", "last row, at most NvS at rank 1: expected", put("dispatch", "cu_seqlens", -1, 1000)),
     Corruption(
