@@ -31,12 +31,13 @@ def test_every_option_reaches_the_command_line(cli: Cli, monkeypatch: pytest.Mon
     assert "--sglang-path" not in out, "an old name is offered, but not shown"
 
 
-def test_every_option_reaches_pytest(pytestconfig: pytest.Config) -> None:
+def test_every_option_reaches_pytest(pytester: pytest.Pytester) -> None:
+    config = pytester.parseconfig()  # of a session that was given none, unlike this one maybe
     for name, (one, declared) in DECLARED.items():
-        found = pytestconfig.getoption(spelled_in_pytest(name))
+        found = config.getoption(spelled_in_pytest(name))
         assert found in (None, [], False, one.default), name
         if declared.old:
-            assert pytestconfig.getoption(spelled_in_pytest(declared.old)) is None
+            assert config.getoption(spelled_in_pytest(declared.old)) is None
 
 
 def test_names_on_both_doors() -> None:
